@@ -1,0 +1,1 @@
+"""The orchestrator: torch-free; owns samples, time and truth."""

@@ -1,0 +1,145 @@
+"""What every algorithm with a critic shares: where rewards go, what a cut is worth, and the two GAE passes.
+
+Legend: T tokens of a branch.
+
+Notable:
+- The outcome reward sits on the last *action* token of each branch: a trace that ends in an observation keeps it.
+- The stop reason is data. Only a `truncated_*` trace may bootstrap, and only where the configuration says so.
+- Two passes share the values: one lambda for the policy's advantages, another for the critic's targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from orchestrator.algorithms.gae import skip_observation_gae
+from services.config.algorithm import Truncation
+from services.wire.errors import ContractError, NonFiniteError
+from services.wire.samples import StopReason, TrainingSample
+
+TRUNCATED = (StopReason.TRUNCATED_LENGTH, StopReason.TRUNCATED_TURNS)
+
+
+def token_rewards(sample: TrainingSample) -> np.ndarray:
+    """Rewards per token: the outcome on the last action token, plus step rewards where there are any.
+
+    Args:
+        sample: A sample; a branch without action tokens carries no reward.
+
+    Returns:
+        [T] f64, a new array.
+
+    Raises:
+        NonFiniteError: the outcome reward is not a finite number.
+        ValueError: a step reward off the action mask.
+    """
+    if not np.isfinite(sample.reward):
+        raise NonFiniteError(f"trace {sample.trace_id}: reward is {sample.reward}")
+    branch = sample.branch
+    rewards = np.zeros(sample.num_tokens)  # [T]
+    if branch.step_rewards is not None:
+        if (np.asarray(branch.step_rewards)[~branch.action_mask] != 0).any():
+            raise ValueError(f"trace {sample.trace_id}: step_rewards holds a reward off the action mask")
+        rewards += branch.step_rewards
+    action_positions = np.flatnonzero(branch.action_mask)
+    if len(action_positions):
+        rewards[action_positions[-1]] += sample.reward
+    return rewards
+
+
+def bootstrap_value(sample: TrainingSample, truncation: Truncation) -> float:
+    """Value of the state after the last token, as the targets count it.
+
+    Args:
+        sample: A scored sample.
+        truncation: "terminal": a cut trace is worth its reward alone; "bootstrap": plus the critic's value at the cut.
+
+    Returns:
+        The critic's output at the last position for a truncated sample under "bootstrap", else 0.
+    """
+    return sample.bootstrap_value if truncation == "bootstrap" and sample.stop_reason in TRUNCATED else 0.0
+
+
+def assign_credit(
+    sample: TrainingSample, *, gamma: float, lam: float, value_lambda: float, truncation: Truncation
+) -> None:
+    """Fill `sample.advantages` with lambda `lam` and `sample.returns` with lambda `value_lambda`.
+
+    Args:
+        sample: A scored sample; its other fields stay as they are.
+        gamma: Discount per action token.
+        lam: GAE lambda of the policy's advantages.
+        value_lambda: Lambda of the critic's targets.
+        truncation: See `bootstrap_value`.
+
+    Raises:
+        ContractError: the sample was never scored.
+        NonFiniteError: the reward, a value on an action token or the bootstrap value is not finite.
+    """
+    if sample.values is None:
+        raise ContractError(f"trace {sample.trace_id}: values are missing, the sample was never scored")
+    mask = sample.branch.action_mask
+    bootstrap = bootstrap_value(sample, truncation)
+    if not (np.isfinite(sample.values[mask]).all() and np.isfinite(bootstrap)):
+        raise NonFiniteError(f"trace {sample.trace_id}: values hold a non-finite number")
+    rewards = token_rewards(sample)
+
+    def gae(lambda_: float) -> tuple[np.ndarray, np.ndarray]:
+        assert sample.values is not None
+        return skip_observation_gae(sample.values, mask, rewards, gamma=gamma, lam=lambda_, bootstrap_value=bootstrap)
+
+    sample.advantages, policy_returns = gae(lam)
+    sample.returns = policy_returns if value_lambda == lam else gae(value_lambda)[1]
+
+
+def credit_metrics(samples: Iterable[TrainingSample]) -> dict[str, float]:
+    """Facts about a credited batch; means are over action tokens, counts over samples.
+
+    Args:
+        samples: Samples whose advantages are filled.
+
+    Returns:
+        `credit/*` metrics; means are absent where the batch has no action token.
+    """
+    samples = list(samples)
+    advantages: list[np.ndarray] = []
+    returns: list[np.ndarray] = []
+    for sample in samples:
+        mask = sample.branch.action_mask
+        if sample.advantages is not None:
+            advantages.append(sample.advantages[mask])
+        if sample.returns is not None:
+            returns.append(sample.returns[mask])
+    num_tokens = sum(len(array) for array in advantages)
+    metrics = {
+        "credit/action_tokens": float(num_tokens),
+        "credit/empty_samples": float(sum(not sample.branch.action_mask.any() for sample in samples)),
+        "credit/truncated_samples": float(sum(sample.stop_reason in TRUNCATED for sample in samples)),
+    }
+    if num_tokens:
+        flat = np.concatenate(advantages)
+        metrics["credit/advantage_mean"] = float(flat.mean())
+        metrics["credit/advantage_abs_mean"] = float(np.abs(flat).mean())
+    if sum(len(array) for array in returns):
+        metrics["credit/return_mean"] = float(np.concatenate(returns).mean())
+    return metrics
+
+
+def lambda_metrics(lambdas: list[float]) -> dict[str, float]:
+    """Mean, least and greatest policy lambda over the branches that have one.
+
+    Args:
+        lambdas: One per branch with action tokens.
+
+    Returns:
+        `credit/lambda_{mean,min,max}`; empty for an empty list.
+    """
+    if not lambdas:
+        return {}
+    return {
+        "credit/lambda_mean": float(np.mean(lambdas)),
+        "credit/lambda_min": min(lambdas),
+        "credit/lambda_max": max(lambdas),
+    }

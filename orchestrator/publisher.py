@@ -1,0 +1,98 @@
+"""New weights on their way from the policy trainer to every engine.
+
+Notable:
+- The trainer only writes a snapshot; this task notices it on `/status` and brings it to each engine directly, while
+  rollouts go on and the policy may already train the next step.
+- A snapshot is deleted once every engine has moved on and it is not among the newest few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from orchestrator.trainers import TrainClient
+from services.inference.client import EngineClient
+from services.wire.errors import DeadlineExceeded
+
+POLL_S = 0.05
+
+
+class Publisher:
+    """Keeps the engines at the newest published version."""
+
+    def __init__(
+        self,
+        policy: TrainClient,
+        engines: list[EngineClient],
+        *,
+        keep_snapshots: int,
+        update_deadline_s: float,
+        step_deadline_s: float,
+        on_version: Callable[[int, dict[str, Any]], None],
+        on_engines: Callable[[], None],
+    ) -> None:
+        self._policy = policy
+        self._engines = engines
+        self._keep = keep_snapshots
+        self._update_deadline_s = update_deadline_s
+        self._step_deadline_s = step_deadline_s
+        self._on_version = on_version
+        self._on_engines = on_engines
+        self._expected_since: dict[int, float] = {}
+        self._changed = asyncio.Event()
+        self._expecting = asyncio.Event()
+        self._snapshots: list[Path] = []
+        self.version = 0
+        self.update_s = 0.0
+
+    def expect(self, version: int) -> None:
+        """A grid that makes `version` has been delivered."""
+        self._expected_since[version] = time.monotonic()
+        self._expecting.set()
+
+    async def wait_for(self, version: int) -> None:
+        """Wait until every engine serves at least `version`."""
+        while self.version < version:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Watch for ever; ends by cancellation or by the first failure."""
+        while True:
+            await self._expecting.wait()
+            status = await self._policy.status()
+            published = status.published.get("version", 0)
+            if published > self.version:
+                await self._bring(published, Path(status.published["path"]), status.rows)
+                continue
+            oldest = min(self._expected_since.values(), default=time.monotonic())
+            if time.monotonic() - oldest > self._step_deadline_s:
+                raise DeadlineExceeded(f"policy to publish version {self.version + 1}", self._step_deadline_s)
+            await asyncio.sleep(POLL_S)
+
+    async def _bring(self, version: int, path: Path, rows: dict[str, dict[str, Any]]) -> None:
+        started = time.monotonic()
+        await asyncio.gather(
+            *(e.update_weights(path, version, deadline_s=self._update_deadline_s) for e in self._engines)
+        )
+        self.update_s = time.monotonic() - started
+        logger.info("engines serve version {} ({:.2f} s)", version, self.update_s)
+        for passed in range(self.version + 1, version + 1):
+            self._on_version(passed, rows.get(str(passed - 1), {}))
+            self._expected_since.pop(passed, None)
+        self.version = version
+        if not self._expected_since:
+            self._expecting.clear()
+        self._snapshots.append(path)
+        for old in self._snapshots[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._snapshots = self._snapshots[-self._keep :]
+        self._changed.set()
+        self._on_engines()

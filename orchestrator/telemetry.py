@@ -1,0 +1,94 @@
+"""What each process is doing and how fast, for the status page and the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from orchestrator.metrics import Metrics
+from orchestrator.producer import Producer
+from orchestrator.publisher import Publisher
+from orchestrator.trainers import TrainClient
+from services.wire.errors import DependencyLost
+
+REFRESH_S = 1.0
+
+
+class Telemetry:
+    """Rates are tokens since the last step over the wall time since then."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        producer: Producer,
+        publisher: Publisher,
+        policy: TrainClient,
+        critic: TrainClient | None,
+        *,
+        max_steps: int,
+    ) -> None:
+        self._metrics = metrics
+        self._producer = producer
+        self._publisher = publisher
+        self._clients = {"policy": policy} | ({"value": critic} if critic is not None else {})
+        self._max_steps = max_steps
+        self._phase = "starting"
+        self._phase_since = time.monotonic()
+        self._counts: dict[str, int] = {}
+        self._counted_at = time.monotonic()
+        self._rates: dict[str, float] = {}
+
+    def enter(self, phase: str) -> None:
+        """The loop waits for or works on `phase` now."""
+        self._phase, self._phase_since = phase, time.monotonic()
+
+    def take_rates(self) -> dict[str, float]:
+        """`tokens_per_s/<process>` since the last call."""
+        now = time.monotonic()
+        counts = {"inference": self._producer.num_sampled_tokens}
+        for name, client in self._clients.items():
+            if client.last is not None:
+                counts[name] = client.last.num_scored_tokens + client.last.num_trained_tokens
+        elapsed = max(now - self._counted_at, 1e-9)
+        self._rates = {name: (count - self._counts.get(name, 0)) / elapsed for name, count in counts.items()}
+        self._counts, self._counted_at = counts, now
+        return {f"tokens_per_s/{name}": rate for name, rate in self._rates.items()}
+
+    async def run(self) -> None:
+        """Keep the train groups' statuses fresh for whoever looks."""
+        while True:
+            for client in self._clients.values():
+                try:
+                    await client.status()
+                except DependencyLost:  # whoever needs the group notices; a status page must not end a run
+                    continue
+            await asyncio.sleep(REFRESH_S)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The status page."""
+        latest = self._metrics.latest
+        rollout, critic = latest.get("rollout", {}), latest.get("critic", {})
+        waiting = {"orchestrator": self._phase}
+        states = {}
+        for name, client in self._clients.items():
+            if client.last is not None:
+                waiting[name] = client.last.waiting_for
+                states[name] = client.last.state
+        return {
+            "state": "running",
+            "step": rollout.get("step", -1) + 1,
+            "max_steps": self._max_steps,
+            "phase": self._phase,
+            "phase_s": round(time.monotonic() - self._phase_since, 1),
+            "reward_mean": rollout.get("reward/mean"),
+            "explained_variance": critic.get("value/explained_variance"),
+            "staleness": rollout.get("rollout/staleness"),
+            "engine_version": self._publisher.version,
+            "in_flight": self._producer.num_in_flight,
+            "ready": self._producer.num_ready,
+            "waiting_for": waiting,
+            "states": states,
+            "tokens_per_s": {name: round(rate, 1) for name, rate in self._rates.items()},
+            "recent_rewards": self._metrics.rewards[-200:],
+        }

@@ -1,0 +1,68 @@
+"""A train group as the orchestrator sees it: its `/status`, and waiting for a step with a deadline.
+
+Notable:
+- A group that does not answer is asked again for a few seconds before it counts as lost; a step that takes too long is
+  a named deadline. Nothing is resent here: the grid sender owns delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from services.transport.http import get_json
+from services.wire.errors import DeadlineExceeded, DependencyLost
+from services.wire.messages import TrainStatus
+
+POLL_S = 0.02
+LOST_AFTER_S = 10.0
+
+
+class TrainClient:
+    """Control client of one train group."""
+
+    def __init__(self, session: aiohttp.ClientSession, name: str, url: str) -> None:
+        self._session = session
+        self._url = url
+        self.name = name
+        self.last: TrainStatus | None = None
+
+    async def status(self) -> TrainStatus:
+        """Ask now.
+
+        Raises:
+            DependencyLost: when the group does not answer.
+        """
+        reply = await get_json(self._session, f"{self._url}/status", deadline_s=5.0)
+        self.last = msgspec.convert(reply, TrainStatus)
+        return self.last
+
+    async def wait_ready(self, *, deadline_s: float) -> None:
+        """Wait until the group is past loading."""
+        await self._poll(
+            lambda status: status.state != "loading", f"{self.name} to be ready", deadline_s, lost_after_s=deadline_s
+        )
+
+    async def wait_step(self, step: int, *, deadline_s: float) -> dict[str, Any]:
+        """Wait until grid `step` is fully applied; return its metrics row."""
+        status = await self._poll(lambda s: s.steps_done > step, f"{self.name} to finish step {step}", deadline_s)
+        return status.rows.get(str(step), {})
+
+    async def _poll(self, done, what: str, deadline_s: float, *, lost_after_s: float = LOST_AFTER_S) -> TrainStatus:
+        started = answered = time.monotonic()
+        while True:
+            try:
+                status = await self.status()
+                answered = time.monotonic()
+                if done(status):
+                    return status
+            except DependencyLost:
+                if time.monotonic() - answered > lost_after_s:
+                    raise
+            if time.monotonic() - started > deadline_s:
+                raise DeadlineExceeded(what, deadline_s)
+            await asyncio.sleep(POLL_S)

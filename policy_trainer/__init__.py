@@ -1,0 +1,1 @@
+"""The policy: a train group that publishes weights."""

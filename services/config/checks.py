@@ -1,0 +1,235 @@
+"""Cross-checks: what no single section can know.
+
+Notable:
+- Each check names every path it reads; none speaks about a value that was itself broken.
+- Nothing is changed anywhere: ports are probed by binding and letting go, folders are looked at.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.config.layers import Layers, Problem
+from services.config.model_path import max_positions, model_problem
+from services.config.schema import Config
+from services.config.tasks import problems_of
+from services.config.toml_lines import KeyPath, dotted
+
+PORT_KEYS: dict[str, KeyPath] = {
+    "inference_http_port": ("inference", "port"),
+    "policy_http_port": ("policy", "port"),
+    "policy_grid_port": ("orchestrator", "policy_grid_port"),
+    "value_http_port": ("value", "port"),
+    "critic_grid_port": ("orchestrator", "critic_grid_port"),
+    "orchestrator_http_port": ("orchestrator", "port"),
+}
+"""Every port of a run, and the key that can fix it."""
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+_CRITIC_PORTS = frozenset({"value_http_port", "critic_grid_port"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem, before its line is known."""
+
+    path: KeyPath
+    what: str
+    fix: str
+    reads: tuple[KeyPath, ...] = ()
+    """Further paths the check depends on."""
+
+
+def check(config: Config, layers: Layers, broken: set[KeyPath]) -> list[Problem]:
+    """Run all cross-checks.
+
+    Args:
+        config: A validated config, possibly with placeholders.
+        layers: Knows where each value came from.
+        broken: Paths that already have a problem of their own.
+    """
+    findings = [finding for each in _CHECKS for finding in each(config)]
+    findings += _value_gpus_without_value(config, layers)
+    return [
+        Problem(layers.where(finding.path), finding.path, finding.what, finding.fix)
+        for finding in findings
+        if not any(_is_broken(path, broken) for path in (finding.path, *finding.reads))
+    ]
+
+
+def port_names(config: Config) -> list[str]:
+    """Names of the ports that a run needs; without a critic none of the critic's."""
+    return [name for name in PORT_KEYS if config.value is not None or name not in _CRITIC_PORTS]
+
+
+def fixed_ports(config: Config) -> dict[str, int]:
+    """The ports that the configuration fixes, by name."""
+    ports = {}
+    for name in port_names(config):
+        section, key = PORT_KEYS[name]
+        port = getattr(getattr(config, str(section)), str(key))
+        if port:
+            ports[name] = port
+    return ports
+
+
+def _critic(config: Config) -> Iterator[Finding]:
+    algorithm = config.algorithm
+    if algorithm.needs_value and config.value is None:
+        fix = "add a [value] table or choose algorithm.type = grpo"
+        yield Finding(("algorithm", "type"), f"{algorithm.type} needs a critic, but there is no [value]", fix, (("value",),))
+    if not algorithm.needs_value and config.value is not None:
+        fix = "delete [value] or choose algorithm.type = sao or ppo"
+        yield Finding(("value",), f"{algorithm.type} has no use for a critic", fix, (("algorithm", "type"),))
+
+
+def _value_gpus_without_value(config: Config, layers: Layers) -> Iterator[Finding]:
+    key = ("deployment", "num_value_gpus")
+    if config.value is None and not config.algorithm.needs_value and key in layers.origins:
+        yield Finding(key, "there is no [value] to give GPUs to", "delete it", (("value",), ("algorithm", "type")))
+
+
+def _batch(config: Config) -> Iterator[Finding]:
+    orchestrator, group = config.orchestrator, config.orchestrator.group_size
+    group_key, batch_key = ("orchestrator", "group_size"), ("orchestrator", "batch_size")
+    least = config.algorithm.min_group
+    if group < least:
+        what = f"{group} is too small for {config.algorithm.type}"
+        yield Finding(group_key, what, f"give at least {least}", (("algorithm", "type"),))
+    if orchestrator.batch_size % group:
+        up = -(-orchestrator.batch_size // group) * group
+        what = f"{orchestrator.batch_size} is not a multiple of orchestrator.group_size = {group}"
+        yield Finding(batch_key, what, f"give {up}, or another group size", (group_key,))
+    num_groups = orchestrator.batch_size // group
+    if config.policy.mini_batches > max(1, num_groups):
+        what = f"{config.policy.mini_batches} mini-batches of whole groups, but a batch has {num_groups} groups"
+        yield Finding(("policy", "mini_batches"), what, f"give at most {num_groups}", (group_key, batch_key))
+    if orchestrator.max_concurrent_rollouts < group:
+        what = f"{orchestrator.max_concurrent_rollouts} is less than one group of {group}"
+        key = ("orchestrator", "max_concurrent_rollouts")
+        yield Finding(key, what, f"give at least {group}", (group_key,))
+
+
+def _lengths(config: Config) -> Iterator[Finding]:
+    engine_key, engine_limit = ("inference", "max_model_len"), config.inference.max_model_len
+    limits: list[tuple[KeyPath, int]] = [
+        (engine_key, engine_limit),
+        (("policy", "model", "seq_len"), config.policy.model.seq_len),
+    ]
+    if config.value is not None:
+        limits.append((("value", "model", "seq_len"), config.value.model.seq_len))
+    for name, sections, bounds in (("env", config.env, limits), ("eval", config.eval, limits[:1])):
+        for index, section in enumerate(sections):
+            key = (name, index, "max_trace_tokens")
+            for path, limit in bounds:
+                if section.max_trace_tokens > limit:
+                    what = f"{section.max_trace_tokens} tokens do not fit {dotted(path)} = {limit}"
+                    yield Finding(key, what, f"lower it to {limit}, or raise {dotted(path)}", (path,))
+            if section.max_turn_tokens >= section.max_trace_tokens:
+                what = f"{section.max_turn_tokens} leaves no room for a prompt in max_trace_tokens"
+                fix = f"give less than {section.max_trace_tokens}"
+                yield Finding((name, index, "max_turn_tokens"), what, fix, (key,))
+    positions = max_positions(config.model.path)
+    if positions is not None and engine_limit > positions:
+        what = f"{engine_limit} is more than the model's {positions} positions"
+        yield Finding(engine_key, what, f"give at most {positions}", (("model", "path"),))
+
+
+def _tasks(config: Config) -> Iterator[Finding]:
+    for name, sections in (("env", config.env), ("eval", config.eval)):
+        for index, section in enumerate(sections):
+            for problem in problems_of(section.type, section.args):
+                key, _, what = problem.partition(": ")
+                main, _, choices = what.partition(" (")
+                main, _, named = main.partition("; ")
+                fix = named or (f"use the {choices.rstrip(')')}" if choices else "see the environment's settings")
+                path = (name, index, *key.split("."))
+                yield Finding(path, main, fix, ((name, index, "type"),))
+
+
+def _model(config: Config) -> Iterator[Finding]:
+    found = model_problem(config.model.path)
+    if found is not None:
+        yield Finding(("model", "path"), *found)
+
+
+def _ports(config: Config) -> Iterator[Finding]:
+    seen: dict[int, KeyPath] = {}
+    for name, port in fixed_ports(config).items():
+        path = PORT_KEYS[name]
+        if port in seen:
+            fix = "give each its own, or remove them so that ports are chosen"
+            yield Finding(path, f"port {port} is also {dotted(seen[port])}", fix, (seen[port],))
+        elif not _can_bind(port):
+            fix = "free it, give another, or remove the key so that a port is chosen"
+            yield Finding(path, f"port {port} is taken on 127.0.0.1", fix)
+        seen.setdefault(port, path)
+
+
+def _devices(config: Config) -> Iterator[Finding]:
+    deployment = config.deployment
+    if deployment.num_inference_gpus > 1:
+        what = f"{deployment.num_inference_gpus} inference engines are not available"
+        yield Finding(("deployment", "num_inference_gpus"), what, "give 1")
+    if deployment.device == "cpu":
+        return
+    num_value = deployment.num_value_gpus if config.value is not None else 0
+    needed = deployment.num_policy_gpus + num_value + deployment.num_inference_gpus
+    visible = num_gpus()
+    if needed > visible:
+        what = f"{needed} GPUs are needed (policy, critic and inference together), but {visible} are here"
+        fix = 'lower deployment.num_*_gpus, or choose device = "cpu"'
+        yield Finding(("deployment", "device"), what, fix)
+
+
+def _engine(config: Config) -> Iterator[Finding]:
+    if config.inference.engine != "vllm":
+        return
+    if config.model.path.startswith("dummy:"):
+        what = "vLLM cannot start from the same random weights as the trainers"
+        fix = 'choose engine = "local", or a model with weights'
+        yield Finding(("inference", "engine"), what, fix, (("model", "path"),))
+    python = PROJECT_ROOT / config.inference.vllm_python  # an absolute path stays as it is
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        written = ("inference", "vllm_python")
+        fix = 'run `make test-vllm` or scripts/install_vllm_cpu.sh, name another, or choose engine = "local"'
+        yield Finding(("inference", "engine"), f"vLLM's interpreter {python} does not exist", fix, (written,))
+
+
+def num_gpus() -> int:
+    """GPUs of this machine, or those that CUDA_VISIBLE_DEVICES leaves; counted without a CUDA library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)])
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _is_broken(path: KeyPath, broken: set[KeyPath]) -> bool:
+    return any(path[: len(bad)] == bad for bad in broken)
+
+
+_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    _critic,
+    _batch,
+    _lengths,
+    _tasks,
+    _model,
+    _ports,
+    _devices,
+    _engine,
+)

@@ -1,0 +1,50 @@
+"""Where a started run lives: the part of `run.json` that every process reads once.
+
+Notable:
+- Written by the launcher before it starts anything, so processes need only `--run-dir RUN_DIR`.
+- `pids` is filled in by the launcher as processes start; nobody but people and tests reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from services.config.base import Section
+from services.config.schema import Config, load_resolved
+
+
+class RunContext(Section):
+    """Identity and addresses of one start of a run."""
+
+    run_id: str
+    epoch: int
+    """Number of this start of the run; messages of a lower epoch are refused."""
+    dir: str
+    """The run directory, absolute."""
+    model_dir: str
+    """Local Hugging Face folder (config, tokenizer, and weights unless `model_init` is "random")."""
+    model_init: Literal["pretrained", "random"] = "pretrained"
+    inference_urls: list[str]
+    policy_url: str
+    """Control routes of the policy trainer, http://127.0.0.1:port"""
+    value_url: str | None = None
+    """Scoring API and control routes of the value service; None without a critic."""
+    orchestrator_url: str
+    policy_grid_url: str
+    """tcp://127.0.0.1:port the orchestrator binds and the policy's data ranks connect to"""
+    critic_grid_url: str | None = None
+    pids: dict[str, int] = {}
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return Path(self.dir)
+
+
+def load_run(run_dir: Path) -> tuple[Config, RunContext]:
+    """Read a run directory's resolved configuration and context."""
+    config = load_resolved(run_dir / "config.resolved.toml")
+    context = RunContext.model_validate(json.loads((run_dir / "run.json").read_text()))
+    return config, context

@@ -1,0 +1,64 @@
+"""The whole configuration: one frozen object, made by `services.config.resolve` and read by every process.
+
+Notable:
+- `load(dump(config)) == config`; the resolved file is `config.resolved.toml` in the run directory.
+- A process hands each part only its own section.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import Field
+
+from services.config.algorithm import AlgorithmConfig
+from services.config.base import Section
+from services.config.inference import InferenceConfig
+from services.config.orchestrator import EnvConfig, EvalConfig, OrchestratorConfig
+from services.config.system import DeploymentConfig, ModelConfig, MonitorConfig, RunConfig, RuntimeConfig
+from services.config.train import PolicyConfig, ValueConfig
+
+
+class Config(Section):
+    """A run."""
+
+    seed: int = Field(0, ge=0)
+    """Seeds everything: the order of tasks, sampling, a fresh head."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    algorithm: AlgorithmConfig
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    env: list[EnvConfig] = Field(min_length=1)
+    eval: list[EvalConfig] = []
+    policy: PolicyConfig = PolicyConfig()
+    value: ValueConfig | None = None
+    inference: InferenceConfig = InferenceConfig()
+    deployment: DeploymentConfig = DeploymentConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+
+def to_toml(config: Config) -> str:
+    """Render a config as TOML; absent values are left out."""
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def from_toml(text: str) -> Config:
+    """Read a resolved config back; equal to the one that was written."""
+    return Config.model_validate(tomllib.loads(text))
+
+
+def load_resolved(path: Path) -> Config:
+    """Read `config.resolved.toml`."""
+    return from_toml(path.read_text())
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value

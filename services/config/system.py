@@ -1,0 +1,59 @@
+"""`[run]`, `[model]`, `[deployment]`, `[runtime]`, `[monitor]`: where and on what a run lives."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.config.base import Section
+
+
+class RunConfig(Section):
+    """`[run]`."""
+
+    name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
+    """Defaults to the first config file's stem."""
+    dir: str = ""
+    """The run's own directory; defaults to runs/<name>."""
+    keep_snapshots: int = Field(2, ge=1)
+    """Newest weight snapshots kept once every engine has moved on."""
+
+
+class ModelConfig(Section):
+    """`[model]`: what policy, critic and engine start from."""
+
+    path: str
+    """A Hugging Face folder; `tiny:TASK` (made and warm-started on first use); `dummy:CONFIG_DIR` (random weights)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class DeploymentConfig(Section):
+    """`[deployment]`: how many GPUs each role has; on CPU a "gpu" is a rank."""
+
+    num_policy_gpus: int = Field(1, ge=1)
+    num_value_gpus: int = Field(1, ge=1)
+    num_inference_gpus: int = Field(1, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    """"cpu" uses gloo; "cuda" uses NCCL."""
+
+
+class RuntimeConfig(Section):
+    """`[runtime]`: deadlines and the end of a run."""
+
+    shutdown_grace_s: float = Field(10.0, gt=0)
+    """Everything of ours has ended this long after the first signal."""
+    startup_deadline_s: float = Field(300.0, gt=0)
+    """Every process must be ready this long after its start."""
+    collective_deadline_s: float = Field(60.0, gt=0)
+    """Deadline of one collective, and of a rank waiting for its grid item once a step has begun."""
+    heartbeat_s: float = Field(5.0, gt=0)
+    """How often an idle group agrees that it is alive."""
+
+
+class MonitorConfig(Section):
+    """`[monitor]`: what a person sees."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    traces_per_step: int = Field(8, ge=0)
+    """Finished traces of each step written to traces.jsonl."""

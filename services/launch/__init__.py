@@ -1,0 +1,1 @@
+"""The planner, the local supervisor and the command line. No torch."""

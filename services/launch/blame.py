@@ -1,0 +1,112 @@
+"""Who failed first, and why: from exit codes, failure records and torchrun's log.
+
+Notable:
+- A failure record that only says "I lost somebody" (`DependencyLost`) is secondary: it names the victim's neighbour.
+- A rank that was killed leaves no record; torchrun's agent logs its exit code as a negative signal number.
+- Evidence from after the launcher began to end the run is a consequence, never a cause.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.launch.planner import ProcessPlan
+from services.runtime.lifecycle import read_failures
+from services.runtime.logs import log_path
+from services.wire.errors import EXIT_BUG, EXIT_DEPENDENCY_LOST
+
+_TORCHRUN_KILLED = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)")
+_CONSEQUENCE = {signal.SIGTERM}  # torchrun ends the other ranks with it
+_TAIL_BYTES = 200_000
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The first failure of a run."""
+
+    name: str
+    """Process, or rank of a process."""
+    cause: str
+    exit_code: int
+    """What the launcher ends with."""
+    log: Path
+    is_primary: bool
+    """False when the process only reports the loss of another one."""
+
+    def __str__(self) -> str:
+        return f"{self.name} failed first (exit code {self.exit_code}): {self.cause}; log: {self.log}"
+
+
+def find_blame(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int]) -> Blame | None:
+    """Name the first failure known so far.
+
+    Args:
+        run_dir: The run directory.
+        processes: What was started.
+        exits: Exit codes of the processes that have ended.
+
+    Returns:
+        None while nothing explains a failure; a secondary blame when only losses of others are known.
+    """
+    killed = _killed(run_dir, processes, exits)
+    if killed is not None:
+        return killed
+    owners = {rank: process.name for process in processes for rank in process.rank_names}
+    records = [record for record in read_failures(run_dir) if record.name in owners]
+    for record in sorted(records, key=lambda record: (record.secondary, record.time_s)):
+        log = log_path(run_dir, record.name)
+        blame = Blame(record.name, record.cause, record.exit_code, log, not record.secondary)
+        if blame.is_primary:
+            return blame
+        return _unrecorded(run_dir, processes, exits, {owners[record.name] for record in records}) or blame
+    return _unrecorded(run_dir, processes, exits, set())
+
+
+def _killed(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int]) -> Blame | None:
+    """A process or rank that a signal ended."""
+    for process in processes:
+        code = exits.get(process.name, 0)
+        log = log_path(run_dir, process.name)
+        if process.is_group:
+            for number, rank in _TORCHRUN_KILLED.findall(_tail(log)):
+                if int(number) not in _CONSEQUENCE:
+                    cause = f"killed by {_signal_name(int(number))}"
+                    return Blame(f"{process.name}-{rank}", cause, EXIT_DEPENDENCY_LOST, log, True)
+        if code > 128:
+            return Blame(process.name, f"killed by {_signal_name(code - 128)}", EXIT_DEPENDENCY_LOST, log, True)
+    return None
+
+
+def _unrecorded(
+    run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int], recorded: set[str]
+) -> Blame | None:
+    """A process that ended without a failure record: before its boundary began, or too early but without an error."""
+    for process in processes:
+        if process.name not in exits or process.name in recorded:
+            continue
+        code = exits[process.name]
+        log = log_path(run_dir, process.name)
+        if code == 0:
+            return Blame(process.name, "ended while the run needed it", EXIT_DEPENDENCY_LOST, log, True)
+        last = next((line.strip() for line in reversed(_tail(log).splitlines()) if line.strip()), "no output")
+        cause = f"ended with code {code}: {last[:300]}"
+        return Blame(process.name, cause, EXIT_BUG if code == 1 else code, log, True)
+    return None
+
+
+def _tail(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

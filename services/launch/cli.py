@@ -1,0 +1,224 @@
+"""The command line: `counterpoint run | plan | report | make-tiny`.
+
+Notable:
+- Heavy imports happen inside the commands: `counterpoint --help` answers at once.
+- Settings (`--section.key value`) are taken out before argparse looks, so that any key works and none is declared
+  twice; the resolver knows which keys exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from services.wire.errors import EXIT_DONE, ConfigError, CounterpointError, UsageError
+
+SETTINGS_HELP = """\
+settings:
+  --section.key value     set one value, e.g. --orchestrator.max_steps 20 --policy.optim.lr 3e-4
+  --env.0.max_turns 4     ... in the first [[env]] table
+  --value none            drop a table (or a key: it falls back to its default)
+
+Files are merged left to right, then settings are applied. Unknown keys are errors with a suggestion.
+"""
+RUN_HELP = """\
+Trains as CONFIG says: starts inference, value service, policy trainer and orchestrator, shows one live status,
+and ends them all when the last step is done or the first of them fails.
+
+  counterpoint run configs/demo/sao.toml
+  counterpoint run configs/demo/sao.toml --run.name second --orchestrator.max_steps 20
+  counterpoint run configs/demo/sao.toml --algorithm.type grpo --orchestrator.group_size 8 --value none
+"""
+PLAN_HELP = """\
+Shows what `counterpoint run` would start: processes, ranks, ports, lengths. Starts and writes nothing.
+--explain prints every value of the configuration and where it came from; --json prints the plan for programs.
+"""
+REPORT_HELP = """\
+Prints the curves of finished, failed or running runs, and draws them into RUN_DIR/report.png. Several runs are drawn
+into one picture, beside each other's lines, in the first one's directory (or --out FILE).
+"""
+TINY_HELP = """\
+Makes the 0.43 M-parameter byte-level Llama and warm-starts it on one task by a few supervised steps; the same command
+makes the same weights. `model.path = "tiny:add"` does this by itself.
+"""
+TOP_HELP = """\
+Reinforcement learning for language-model agents with a critic of its own: policy, critic, inference and orchestrator
+are separate processes.
+
+  counterpoint plan configs/demo/sao.toml      what would start
+  counterpoint run configs/demo/sao.toml       start it
+  counterpoint report runs/sao                 what it did
+
+exit codes: 0 done, 64 usage, 69 dependency lost, 70 bug, 73 cannot write, 78 configuration, 130/143 stopped by a signal
+"""
+
+_TOP_LEVEL = frozenset(
+    "seed run model algorithm orchestrator env eval policy value inference deployment runtime monitor".split()
+)
+"""Names of the configuration's top level: a test compares them with the schema."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of `counterpoint`.
+
+    Args:
+        argv: Words after the program's name; None takes the process's own.
+
+    Returns:
+        The exit code.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        settings, rest = split_settings(words) if words[:1] in (["run"], ["plan"]) else ([], words)
+        args = build_parser().parse_args(rest)
+        command: Callable[[argparse.Namespace, list[str]], int] = args.function
+        return command(args, settings)
+    except ConfigError as error:
+        for problem in error.problems:
+            sys.stderr.write(f"{problem}\n")
+        num = len(error.problems)
+        sys.stderr.write(f"counterpoint: {num} problem{'s' if num != 1 else ''} in the configuration\n")
+        return error.exit_code
+    except CounterpointError as error:
+        sys.stderr.write(f"counterpoint: {error}\n")
+        return error.exit_code
+
+
+def split_settings(words: list[str]) -> tuple[list[str], list[str]]:
+    """Separate `--section.key value` pairs (and `--section none`, `--seed 3`) from the other words.
+
+    Raises:
+        UsageError: A setting without its value.
+    """
+    settings: list[str] = []
+    rest: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        key, equals, _ = word[2:].partition("=")
+        position += 1
+        if not word.startswith("--") or not ("." in key or key in _TOP_LEVEL):
+            rest.append(word)
+            continue
+        settings.append(word)
+        if not equals:
+            if position >= len(words):
+                raise UsageError(f"{word} needs a value")
+            settings.append(words[position])
+            position += 1
+    return settings, rest
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of everything but settings."""
+    parser = _Parser(prog="counterpoint", description=TOP_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    run = _command(commands, "run", "train as a configuration says", RUN_HELP, _run, SETTINGS_HELP)
+    run.add_argument("configs", nargs="+", metavar="CONFIG", help="TOML files, later ones win")
+    run.add_argument("--overwrite", action="store_true", help="remove an earlier run in the same directory")
+    run.add_argument("--resume", action="store_true", help="continue from the last commit")
+    run.add_argument("--dry-run", action="store_true", help="the same as `counterpoint plan`")
+
+    plan = _command(commands, "plan", "show what would start", PLAN_HELP, _plan, SETTINGS_HELP)
+    plan.add_argument("configs", nargs="+", metavar="CONFIG", help="TOML files, later ones win")
+    plan.add_argument("--json", action="store_true", help="as JSON, for programs")
+    plan.add_argument("--explain", action="store_true", help="every value and where it came from")
+
+    report = _command(commands, "report", "curves of runs, as text and PNG", REPORT_HELP, _report)
+    report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="run directories")
+    report.add_argument("--out", metavar="FILE", help="where to write the picture")
+
+    tiny = _command(commands, "make-tiny", "make the tiny model", TINY_HELP, _make_tiny)
+    tiny.add_argument("dir", metavar="DIR", help="folder to make")
+    tiny.add_argument("--task", default="add", help="task of the warm start: add, reverse, guess (default: add)")
+    tiny.add_argument("--seed", type=int, default=0, help="seed of weights and examples (default: 0)")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[_Parser],
+    name: str,
+    short: str,
+    text: str,
+    function: Callable[[argparse.Namespace, list[str]], int],
+    epilog: str = "",
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=short, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(function=function)
+    return parser
+
+
+def _run(args: argparse.Namespace, settings: list[str]) -> int:
+    if args.dry_run:
+        return _show_plan(args.configs, settings, as_json=False, explain=False)
+    from services.config.layers import parse_overrides
+    from services.config.resolve import resolve
+    from services.launch.live import LiveView
+    from services.launch.report import summary
+    from services.launch.supervisor import run_dir_of, supervise
+    from services.runtime.roots import check_root
+
+    check_root()
+    if args.resume:
+        raise ConfigError(["--resume: resume is not available yet; fix: start anew with --overwrite"])
+    config = resolve(args.configs, parse_overrides(settings)).config
+    code = supervise(config, LiveView(), overwrite=args.overwrite)
+    if code == EXIT_DONE:
+        sys.stdout.write(summary(run_dir_of(config)) + "\n")
+    return code
+
+
+def _plan(args: argparse.Namespace, settings: list[str]) -> int:
+    return _show_plan(args.configs, settings, as_json=args.json, explain=args.explain)
+
+
+def _show_plan(configs: list[str], settings: list[str], *, as_json: bool, explain: bool) -> int:
+    from services.config.layers import parse_overrides
+    from services.config.resolve import resolve
+    from services.launch.show_plan import print_explanation, print_plan
+
+    resolved = resolve(configs, parse_overrides(settings))
+    if explain:
+        print_explanation(resolved, as_json=as_json)
+    else:
+        print_plan(resolved.config, as_json=as_json)
+    return EXIT_DONE
+
+
+def _report(args: argparse.Namespace, _settings: list[str]) -> int:
+    from pathlib import Path
+
+    from services.launch.report import draw, text_report
+
+    run_dirs = [Path(name) for name in args.run_dirs]
+    sys.stdout.write("\n\n".join(text_report(run_dir) for run_dir in run_dirs) + "\n")
+    target = Path(args.out) if args.out else run_dirs[0] / "report.png"
+    draw(run_dirs, target)
+    sys.stdout.write(f"picture: {target}\n")
+    return EXIT_DONE
+
+
+def _make_tiny(args: argparse.Namespace, _settings: list[str]) -> int:
+    import os
+    import subprocess
+
+    from services.config.model_path import TINY_TASKS
+    from services.runtime.roots import project_root
+
+    if args.task not in TINY_TASKS:
+        raise UsageError(f"--task {args.task}: choose from {', '.join(TINY_TASKS)}")
+    argv = [sys.executable, "-m", "services.model.tiny", args.dir, "--task", args.task, "--seed", str(args.seed)]
+    path = os.environ.get("PYTHONPATH", "")
+    root = str(project_root())
+    env = {**os.environ, "PYTHONPATH": f"{root}:{path}" if path else root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(argv, env=env, check=False).returncode

@@ -1,0 +1,268 @@
+"""The local supervisor: make the run directory, start the processes, watch them, end them all, name what failed first.
+
+Notable:
+- The orchestrator's exit 0 is the normal end. Any other end of any process is a failure and ends the run.
+- On a failure the supervisor waits a moment for the root: a process that lost its neighbour often ends before the
+  neighbour's own death is visible through torchrun.
+- Ports lost to a foreign program between choice and bind: all ports are chosen anew and everything starts again, at
+  most five times.
+- First SIGINT or SIGTERM: end within `runtime.shutdown_grace_s`. Second: at once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from services.config.checks import fixed_ports, port_names
+from services.config.schema import Config
+from services.launch.blame import Blame, find_blame
+from services.launch.fleet import Fleet
+from services.launch.models import MODELS_DIR, ModelSource, model_source
+from services.launch.planner import Plan, ProcessPlan, Site, plan, process_env
+from services.launch.rundir import append_event, create_run_dir, hold_run_dir, write_context
+from services.runtime.durable import rename_dir
+from services.runtime.ports import PortReservation, foreign_owner, is_free
+from services.runtime.roots import project_root
+from services.wire.errors import EXIT_DEPENDENCY_LOST, EXIT_DONE, ConfigError
+
+MAX_PORT_TRIES = 5
+POLL_S = 0.1
+_SETTLE_S = 4.0
+"""How long to look for the root of a failure when only its consequences are visible."""
+
+
+class View(Protocol):
+    """What shows a run to a person."""
+
+    def say(self, message: str) -> None:
+        """Print one line."""
+        ...
+
+    def begin(self, plan: Plan) -> None:
+        """The processes have been started."""
+        ...
+
+    def tick(self) -> None:
+        """Called about ten times a second while the run is on."""
+        ...
+
+    def end(self) -> None:
+        """The run has ended; leave the terminal as it was."""
+        ...
+
+
+@dataclass
+class _Attempt:
+    """How one start of the fleet ended."""
+
+    exit_code: int = EXIT_DONE
+    blame: Blame | None = None
+    lost_ports: dict[str, tuple[int, int]] | None = None
+    """name -> (port, foreign owner's pid)"""
+
+
+class Signals:
+    """Counts SIGINT and SIGTERM; restores the old handlers when closed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = 0
+        self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        self.first = self.first or number
+
+    def twice(self) -> bool:
+        """Whether a second signal asked for the immediate end."""
+        return self.count > 1
+
+    def close(self) -> None:
+        """Put the old handlers back."""
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+
+def run_dir_of(config: Config) -> Path:
+    """The run directory, absolute."""
+    return Path(config.run.dir).resolve()
+
+
+def site_here() -> Site:
+    """This checkout, this interpreter."""
+    return Site(project_root(), sys.executable, os.environ.get("PYTHONPATH", ""))
+
+
+def supervise(config: Config, view: View, *, overwrite: bool = False) -> int:
+    """Carry out a run from nothing to its end.
+
+    Args:
+        config: The resolved configuration.
+        view: Shows progress.
+        overwrite: Remove an earlier run in the same directory.
+
+    Returns:
+        The exit code: 0, 130 or 143 after a signal, else that of the process that failed first.
+
+    Raises:
+        ConfigError: The run directory is in use.
+        CannotWrite: It cannot be made.
+    """
+    run_dir = run_dir_of(config)
+    signals = Signals()
+    try:
+        with hold_run_dir(run_dir):
+            create_run_dir(run_dir, config, overwrite=overwrite)
+            code = _Supervisor(config, run_dir, view, signals).run()
+            append_event(run_dir, "run_ended", exit_code=code)
+            return code
+    finally:
+        view.end()
+        signals.close()
+
+
+class _Supervisor:
+    def __init__(self, config: Config, run_dir: Path, view: View, signals: Signals) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._view = view
+        self._signals = signals
+        self._run_id = f"{config.run.name}-{secrets.token_hex(4)}"
+        self._site = site_here()
+
+    def run(self) -> int:
+        model = model_source(
+            self._config.model.path, root=self._site.root, models_dir=MODELS_DIR, python=self._site.python
+        )
+        if not model.is_complete:
+            attempt = self._make_model(model)
+            if attempt.exit_code != EXIT_DONE:
+                return self._report(attempt)
+        avoid = set(fixed_ports(self._config).values())
+        attempt = _Attempt()
+        for _ in range(MAX_PORT_TRIES):
+            attempt = self._start_and_watch(model, avoid)
+            if not attempt.lost_ports:
+                break
+            avoid |= {port for port, _ in attempt.lost_ports.values()}
+            append_event(self._run_dir, "ports_lost", ports={k: v[0] for k, v in attempt.lost_ports.items()})
+        return self._report(attempt)
+
+    def _make_model(self, model: ModelSource) -> _Attempt:
+        """Make the model folder in a child; it gets its name only when it is complete."""
+        part = model.dir.with_name(f"{model.dir.name}.{os.getpid()}.part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        env = process_env(self._config, self._site, [])
+        process = ProcessPlan("model", model.make_argv(part), env, 1)
+        self._view.say(f"making the model {self._config.model.path} (once; kept in {model.dir})")
+        attempt = self._watch_fleet([process], final="model")
+        if attempt.exit_code == EXIT_DONE and not model.dir.is_dir():
+            rename_dir(part, model.dir)
+        return attempt
+
+    def _start_and_watch(self, model: ModelSource, avoid: set[int]) -> _Attempt:
+        fixed = fixed_ports(self._config)
+        chosen = [name for name in port_names(self._config) if name not in fixed]
+        with PortReservation(chosen, avoid=avoid) as reservation:
+            ports = fixed | reservation.ports
+            layout = plan(
+                self._config,
+                ports,
+                run_dir=self._run_dir,
+                run_id=self._run_id,
+                epoch=1,
+                model=model,
+                site=self._site,
+            )
+            lost = {name: (port, 0) for name, port in ports.items() if not is_free(port)}
+            if lost:
+                return _Attempt(EXIT_DEPENDENCY_LOST, lost_ports=self._retryable(lost))
+            write_context(layout.context)
+            return self._watch_fleet(layout.processes, final="orchestrator", layout=layout)
+
+    def _watch_fleet(self, processes: list[ProcessPlan], *, final: str, layout: Plan | None = None) -> _Attempt:
+        """Start processes and stay until all of them have ended; `final` ending with 0 is the normal end."""
+        fleet = Fleet(self._run_dir, self._run_id)
+        try:
+            for process in processes:
+                fleet.start(process)
+            pids = fleet.pids()
+            append_event(self._run_dir, "processes_started", pids=pids)
+            if layout is not None:
+                write_context(layout.context.model_copy(update={"pids": {"launcher": os.getpid(), **pids}}))
+                self._view.begin(layout)
+            while not fleet.exits() and not self._signals.count:
+                self._view.tick()
+                time.sleep(POLL_S)
+            return self._conclude(fleet, processes, final, layout)
+        finally:
+            fleet.kill()
+
+    def _conclude(self, fleet: Fleet, processes: list[ProcessPlan], final: str, layout: Plan | None) -> _Attempt:
+        grace_s = self._config.runtime.shutdown_grace_s
+        if self._signals.count:
+            late = fleet.stop(grace_s, self._signals.twice)
+            append_event(self._run_dir, "stopped_by_signal", signal=self._signals.first, killed=late)
+            return _Attempt(128 + self._signals.first)
+        if fleet.exits().get(final) == EXIT_DONE:
+            late = fleet.stop(grace_s, self._signals.twice)
+            append_event(self._run_dir, "finished", killed=late)
+            return _Attempt()
+        lost = self._lost_ports(fleet, layout) if layout is not None else {}
+        blame = self._settle(fleet, processes)
+        append_event(self._run_dir, "process_failed", exits=fleet.exits(), first=str(blame))
+        fleet.stop(grace_s, lambda: self._signals.count > 0)
+        return _Attempt(blame.exit_code if blame else EXIT_DEPENDENCY_LOST, blame, lost)
+
+    def _settle(self, fleet: Fleet, processes: list[ProcessPlan]) -> Blame | None:
+        """Look for the root of a failure; give up after a moment, or when every process has ended."""
+        until = time.monotonic() + _SETTLE_S
+        while True:
+            all_ended = len(fleet.exits()) == len(processes)
+            blame = find_blame(self._run_dir, processes, fleet.exits())
+            if (blame is not None and blame.is_primary) or all_ended or time.monotonic() > until or self._signals.count:
+                return blame
+            time.sleep(POLL_S)
+
+    def _lost_ports(self, fleet: Fleet, layout: Plan) -> dict[str, tuple[int, int]]:
+        """Planned ports that a process outside this run listens on."""
+        own = fleet.own_pids()
+        lost = {}
+        for name, port in layout.ports.items():
+            owner = foreign_owner(port, own)
+            if owner is not None:
+                lost[name] = (port, owner)
+        return self._retryable(lost)
+
+    def _retryable(self, lost: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Refuse to go on when a lost port is one that the configuration fixes."""
+        fixed = fixed_ports(self._config)
+        problems = [
+            f"{name.replace('_', ' ')} {port} is fixed in the configuration but taken (by pid {owner or 'unknown'}); "
+            "fix: free it, or remove the key so that a port is chosen"
+            for name, (port, owner) in lost.items()
+            if name in fixed
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return lost
+
+    def _report(self, attempt: _Attempt) -> int:
+        self._view.end()
+        if attempt.lost_ports:
+            listed = ", ".join(f"{name} {p} (pid {o or 'unknown'})" for name, (p, o) in attempt.lost_ports.items())
+            self._view.say(f"ports were taken by other programs {MAX_PORT_TRIES} times in a row; the last: {listed}")
+            return EXIT_DEPENDENCY_LOST
+        if attempt.blame is not None:
+            self._view.say(str(attempt.blame))
+        elif attempt.exit_code != EXIT_DONE:
+            self._view.say(f"stopped (exit code {attempt.exit_code}); everything of {self._run_dir} has ended")
+        return attempt.exit_code

@@ -1,0 +1,1 @@
+"""Pure numpy functions: bins, balance over data ranks, and the grids made from them."""

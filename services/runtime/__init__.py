@@ -1,0 +1,1 @@
+"""How a process lives and dies: lifecycle, logs, metrics, durable files. No torch."""

@@ -1,0 +1,1 @@
+"""The train group that policy and critic both are: command loop, preflight, vote, optimizer, control routes."""

@@ -1,0 +1,104 @@
+"""The HTTP side of rank 0: control routes of every train group, served from a thread beside the command loop.
+
+Notable:
+- `/livez`: the event loop turns. `/readyz`: would accept work now. `/status`: state, step, who waits for what.
+- The server never touches the model: it reads the board and, for the critic, fills a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from urllib.parse import urlsplit
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Response
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from services.training.board import StatusBoard
+from services.wire.errors import DependencyLost
+
+GAUGES = ("steps_done", "updates_done", "num_forwards", "num_scored_tokens", "num_trained_tokens", "busy_s")
+
+
+def control_app(board: StatusBoard, *, title: str) -> FastAPI:
+    """The routes that policy trainer and value service share."""
+    app = FastAPI(title=title, docs_url=None, redoc_url=None)
+    registry = CollectorRegistry()
+    gauges = {name: Gauge(f"counterpoint_{name}", name.replace("_", " "), registry=registry) for name in GAUGES}
+
+    @app.get("/livez", summary="The event loop turns")
+    async def livez() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get("/readyz", summary="Would accept work now")
+    async def readyz(response: Response) -> dict[str, str]:
+        state = board.snapshot().state
+        response.status_code = 503 if state in ("loading", "stopping") else 200
+        return {"state": state}
+
+    @app.get("/status", summary="State, step, and who waits for what")
+    async def status() -> Response:
+        return Response(msgspec.json.encode(board.snapshot()), media_type="application/json")
+
+    @app.get("/metrics", summary="Prometheus metrics")
+    async def metrics() -> Response:
+        snapshot = board.snapshot()
+        for name, gauge in gauges.items():
+            gauge.set(getattr(snapshot, name))
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+class ServerThread:
+    """uvicorn in a thread of its own, on one loopback port."""
+
+    def __init__(self, app: FastAPI, url: str) -> None:
+        address = urlsplit(url)
+        assert address.hostname and address.port, f"not a listening address: {url}"
+        config = uvicorn.Config(
+            app,
+            host=address.hostname,
+            port=address.port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._server.install_signal_handlers = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._url = url
+
+    def start(self, *, deadline_s: float = 10.0) -> None:
+        """Listen.
+
+        Raises:
+            DependencyLost: when the port cannot be had.
+        """
+        self._thread.start()
+        waited = threading.Event()
+        for _ in range(int(deadline_s / 0.01)):
+            if self._server.started or not self._thread.is_alive():
+                break
+            waited.wait(0.01)
+        if not self._server.started:
+            raise DependencyLost(f"cannot listen on {self._url}: {self._failure or 'the server did not start'}")
+
+    def stop(self) -> None:
+        """Stop listening and end the thread."""
+        self._server.should_exit = True
+        self._thread.join(timeout=3.0)
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            await self._server.serve()
+
+        try:
+            asyncio.run(serve())
+        except BaseException as error:  # the thread boundary: start() reports it
+            self._failure = error

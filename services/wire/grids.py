@@ -1,0 +1,126 @@
+"""A grid item: what one data rank trains in one step, as a header and named flat arrays.
+
+Legend: M micro-batches of this rank, S samples, T tokens, N version spans; all concatenated in order.
+
+Notable:
+- A grid is `[data_rank][micro_batch]`. Every data rank has the same number of micro-batches; `sample_counts[m] == 0`
+  marks a dummy, which the trainer makes fresh (short, fully masked), so it can alias nothing.
+- Loss denominators are in the header, one set per optimizer step, equal on all ranks (law 1).
+- `digest` identifies this item's content; `grid_digest` the whole grid's, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+Stream = Literal["policy", "critic"]
+
+COMMON_ARRAYS: dict[str, str] = {
+    "sample_counts": "<u4",  # [M] samples per micro-batch
+    "lengths": "<u4",  # [S] tokens per sample
+    "token_ids": "<u4",  # [T]
+    "action_mask": "|u1",  # [T]
+    "loss_mask": "|u1",  # [T]
+}
+STREAM_ARRAYS: dict[Stream, dict[str, str]] = {
+    "policy": COMMON_ARRAYS
+    | {
+        "logprobs": "<f4",  # [T] rollout log-probabilities
+        "advantages": "<f4",  # [T]
+        "span_counts": "<u4",  # [S] version spans per sample
+        "spans": "<u4",  # [3 N] start, end, version
+    },
+    "critic": COMMON_ARRAYS
+    | {
+        "returns": "<f4",  # [T] value targets
+        "old_values": "<f4",  # [T] values at scoring time
+    },
+}
+TOKEN_ARRAYS = ("token_ids", "action_mask", "loss_mask", "logprobs", "advantages", "returns", "old_values")
+
+
+class MiniBatch(msgspec.Struct, frozen=True):
+    """One optimizer step of a grid: how many micro-batches a rank runs, and the global loss denominators."""
+
+    num_micro_batches: int
+    tokens: int
+    """loss tokens over all data ranks"""
+    samples: int
+    """samples with at least one loss token, over all data ranks"""
+
+
+class GridHeader(msgspec.Struct, frozen=True):
+    """What a trainer must know about a grid item before it touches an array."""
+
+    run_id: str
+    epoch: int
+    stream: Stream
+    step: int
+    policy_version: int
+    data_rank: int
+    num_data_ranks: int
+    temperature: float
+    loss_name: str
+    loss_constants: dict[str, float]
+    mini_batches: list[MiniBatch]
+    digest: str
+    grid_digest: str
+
+    @property
+    def key(self) -> tuple[int, str, int, int]:
+        """(epoch, stream, step, data rank): what a receiver is idempotent on."""
+        return (self.epoch, self.stream, self.step, self.data_rank)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Views of one micro-batch; `arrays` holds the per-token arrays [T_m], `lengths` is [S_m]; a dummy has S_m = 0."""
+
+    lengths: np.ndarray
+    arrays: dict[str, np.ndarray]
+    spans: list[list[tuple[int, int, int]]]
+
+    @property
+    def is_dummy(self) -> bool:
+        """True where this rank only fills the count."""
+        return len(self.lengths) == 0
+
+
+@dataclass(slots=True)
+class GridItem:
+    """A header and its arrays, by the names of STREAM_ARRAYS."""
+
+    header: GridHeader
+    arrays: dict[str, np.ndarray]
+
+    def mini_batches(self) -> Iterator[tuple[MiniBatch, list[MicroBatch]]]:
+        """Yield each optimizer step's denominators with this rank's micro-batches."""
+        micro_batches = self._micro_batches()
+        for mini_batch in self.header.mini_batches:
+            yield mini_batch, [next(micro_batches) for _ in range(mini_batch.num_micro_batches)]
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        lengths = self.arrays["lengths"]
+        sample = token = span = 0
+        token_arrays = {name: self.arrays[name] for name in TOKEN_ARRAYS if name in self.arrays}
+        for count in self.arrays["sample_counts"].tolist():
+            own_lengths = lengths[sample : sample + count]
+            num_tokens = int(own_lengths.sum())
+            spans: list[list[tuple[int, int, int]]] = []
+            if "spans" in self.arrays:
+                for num_spans in self.arrays["span_counts"][sample : sample + count].tolist():
+                    rows = self.arrays["spans"][3 * span : 3 * (span + num_spans)].reshape(-1, 3)
+                    spans.append([(int(a), int(b), int(v)) for a, b, v in rows])
+                    span += num_spans
+            yield MicroBatch(
+                lengths=own_lengths,
+                arrays={name: array[token : token + num_tokens] for name, array in token_arrays.items()},
+                spans=spans,
+            )
+            sample += count
+            token += num_tokens

@@ -1,0 +1,48 @@
+"""Small messages: what the scoring route and the control routes say.
+
+Notable:
+- `critic_step` counts critic grids fully applied (all K updates); `critic_updates` counts optimizer steps.
+- A trainer's `/status` carries the metrics row of each finished step, because the orchestrator alone writes metrics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ScoreReply(msgspec.Struct, frozen=True):
+    """Reply to `POST /v1/score` with `batched_token_ids`; branches in the request's order."""
+
+    values: list[list[float]]
+    bootstrap_values: list[float]
+    critic_step: int
+
+
+class TrainStatus(msgspec.Struct):
+    """`GET /status` of a train group."""
+
+    role: str
+    """"policy" or "critic" """
+    state: str
+    """loading | idle | scoring | training | publishing | stopping"""
+    steps_done: int
+    """grids fully applied: the critic's `critic_step`, the policy's version"""
+    updates_done: int
+    """optimizer steps taken"""
+    waiting_for: str
+    """name of what the group waits for, "" when it works"""
+    last_progress_s: float
+    """seconds since something was finished"""
+    num_forwards: int = 0
+    """scoring forwards run by rank 0 since start"""
+    num_scored_tokens: int = 0
+    num_trained_tokens: int = 0
+    busy_s: float = 0.0
+    rows: dict[str, dict[str, Any]] = {}
+    """metrics rows of the last few finished steps, by step"""
+    pids: list[int] = []
+    """process ids by rank"""
+    published: dict[str, Any] = {}
+    """policy only: {"version": n, "path": folder} of the newest complete snapshot"""

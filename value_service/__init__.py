@@ -1,0 +1,1 @@
+"""The critic: a token-value HTTP service that is also a train group."""
