@@ -46,7 +46,12 @@ class PolicyTrainer:
         self._weights_dir = weights_dir
         self._tokenizer_from = tokenizer_from
         self._device = next(model.parameters()).device
-        self.optimizer = Optimizer(model, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
+        self._optimizer = Optimizer(model, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Counts this role's own updates."""
+        return self._optimizer
 
     def train(self, item: GridItem) -> dict[str, Any]:
         """Apply one policy grid; returns its metrics row.
@@ -61,7 +66,7 @@ class PolicyTrainer:
         grad_norm = 0.0
         for mini_batch, micro_batches in item.mini_batches():
             denominator = max(mini_batch.tokens, 1)
-            result = self.optimizer.update(
+            result = self._optimizer.update(
                 micro_batches,
                 lambda micro_batch, d=denominator: self._loss_of(micro_batch, item, d),
                 step=mini_batch.tokens > 0,
@@ -74,7 +79,7 @@ class PolicyTrainer:
         return summarize(sums) | {
             "policy/entropy": sums.get("entropy_sum", 0.0) / max(tokens, 1),
             "policy/grad_norm": grad_norm,
-            "policy/lr": self.optimizer.lr,
+            "policy/lr": self._optimizer.lr,
             "policy/nonfinite": num_skipped,
             "policy/empty_batch": int(tokens == 0),
             "policy/mismatch_tokens": current,

@@ -7,6 +7,7 @@ Notable:
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import selectors
 import signal
@@ -45,10 +46,15 @@ def make_snapshot(folder: Path, seed: int) -> Path:
     return folder
 
 
+@functools.cache
+def _reference_model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
 @torch.no_grad()
 def full_logprobs(folder: Path, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
     """Log-probability of each token under a plain forward with transformers' own attention, [T - 1]."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = _reference_model(folder)
     ids = torch.tensor(token_ids)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)

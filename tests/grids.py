@@ -22,7 +22,7 @@ def make_item(
     """One item: a micro-batch with all samples and a dummy; the second half of each sample was sampled."""
     rng = np.random.default_rng(seed)
     num_tokens = sum(lengths)
-    action_mask = np.concatenate([np.arange(n) >= (n + 1) // 2 for n in lengths]).astype("|u1")
+    action_mask = np.concatenate([np.zeros(0, bool), *(np.arange(n) >= (n + 1) // 2 for n in lengths)]).astype("|u1")
     spans = [bound for n in lengths for bound in ((n + 1) // 2, n, 7)]
     arrays = {
         "sample_counts": np.array([len(lengths), 0]),

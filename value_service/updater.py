@@ -30,8 +30,13 @@ class Updater:
         self._critic = critic
         self._ranks = ranks
         self._config = config
-        self.optimizer = Optimizer(critic, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
+        self._optimizer = Optimizer(critic, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
         self._device = critic.head.weight.device
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Counts this role's own updates."""
+        return self._optimizer
 
     def train(self, item: GridItem) -> dict[str, Any]:
         """Apply one critic grid; returns its metrics row."""
@@ -48,8 +53,8 @@ class Updater:
                 num_skipped += not result.applied
                 if first:
                     row = self._first_row(mini_batch, result)
-        row["value/updates"] = self.optimizer.num_updates
-        row["value/lr"] = self.optimizer.lr
+        row["value/updates"] = self._optimizer.num_updates
+        row["value/lr"] = self._optimizer.lr
         row["value/nonfinite"] = 0 if row["value/empty_batch"] else num_skipped
         return row
 
@@ -67,7 +72,7 @@ class Updater:
                 return output.sum() * 0.0, {}
             return self._loss_of(micro_batch, denominator)
 
-        return self.optimizer.update(micro_batches, loss_function, step=mini_batch.tokens > 0)
+        return self._optimizer.update(micro_batches, loss_function, step=mini_batch.tokens > 0)
 
     def _loss_of(self, micro_batch: MicroBatch, denominator: int) -> tuple[torch.Tensor, dict[str, float]]:
         lengths = micro_batch.lengths.astype("int64")

@@ -23,4 +23,4 @@ class Algorithm(Protocol):
         Returns:
             Metrics of the batch, by name.
         """
-        ...
+        ...  # pragma: no cover

@@ -2,7 +2,8 @@
 
 Notable:
 - Signature: `fn(logprobs, rollout_logprobs, advantages, loss_mask, *, denominator, **constants) -> (loss, sums)`.
-- Sums add up over micro-batches and ranks; `summarize` turns the totals into the named metrics.
+- Sums add up over micro-batches and ranks (names ending in `_max` are maxima); `summarize` turns the totals into the
+  named metrics.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def summarize(sums: Mapping[str, float]) -> dict[str, float]:
     for metric, (total, count) in _MEANS.items():
         if total in sums and float(sums.get(count, 0.0)) > 0:
             metrics[metric] = float(sums[total]) / float(sums[count])
+    if metrics["policy/loss_tokens"] > 0:
+        metrics["policy/log_ratio_abs_max"] = float(sums["log_ratio_abs_max"])
     return metrics
 
 

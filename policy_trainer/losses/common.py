@@ -1,8 +1,8 @@
 """What the policy losses share: masking before arithmetic, argument checks, and the sums behind the metrics.
 
 Notable:
-- Every loss returns sums and counts, f64 scalars that add up over micro-batches, ranks and optimizer steps; means are
-  taken once, at the end, by `policy_trainer.losses.summarize`.
+- Every loss returns sums and counts, f64 scalars that add up over micro-batches, ranks and optimizer steps (names
+  ending in `_max` are maxima instead); means are taken once, at the end, by `policy_trainer.losses.summarize`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def ratio_sums(mask: torch.Tensor, log_ratio: torch.Tensor, ratio: torch.Tensor,
         loss_sum: Scalar, the loss before its division.
 
     Returns:
-        `tokens`, `loss_sum`, `ratio_sum`, `kl_rollout_sum` (of -log ratio, unclipped), `log_ratio_abs_sum`.
+        `tokens`, `loss_sum`, `ratio_sum`, `kl_rollout_sum` (of -log ratio, unclipped), `log_ratio_abs_sum`,
+        `log_ratio_abs_max`.
     """
     log_ratio = log_ratio.double()
     return {
@@ -92,4 +93,5 @@ def ratio_sums(mask: torch.Tensor, log_ratio: torch.Tensor, ratio: torch.Tensor,
         "ratio_sum": torch.where(mask, ratio, 0).sum(dtype=torch.float64),
         "kl_rollout_sum": -log_ratio.sum(),
         "log_ratio_abs_sum": log_ratio.abs().sum(),
+        "log_ratio_abs_max": log_ratio.abs().max() if log_ratio.numel() else log_ratio.sum(),
     }

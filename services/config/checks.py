@@ -82,7 +82,9 @@ def _critic(config: Config) -> Iterator[Finding]:
     algorithm = config.algorithm
     if algorithm.needs_value and config.value is None:
         fix = "add a [value] table or choose algorithm.type = grpo"
-        yield Finding(("algorithm", "type"), f"{algorithm.type} needs a critic, but there is no [value]", fix, (("value",),))
+        yield Finding(
+            ("algorithm", "type"), f"{algorithm.type} needs a critic, but there is no [value]", fix, (("value",),)
+        )
     if not algorithm.needs_value and config.value is not None:
         fix = "delete [value] or choose algorithm.type = sao or ppo"
         yield Finding(("value",), f"{algorithm.type} has no use for a critic", fix, (("algorithm", "type"),))

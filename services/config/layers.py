@@ -77,11 +77,14 @@ class Layers:
         """Merge one TOML file over what is there."""
         if self.fallback == COMMAND_LINE:
             self.fallback = f"{path}:1"
+        text = ""
         try:
             text = path.read_bytes().decode()
             data = tomllib.loads(text)
         except OSError as error:
-            self.problems.append(Problem(f"{path}:1", (), f"cannot be read: {error.strerror}", "name a file that exists"))
+            self.problems.append(
+                Problem(f"{path}:1", (), f"cannot be read: {error.strerror}", "name a file that exists")
+            )
             return
         except UnicodeDecodeError as error:
             self.problems.append(Problem(f"{path}:1", (), f"is not UTF-8: {error.reason}", "save it as UTF-8"))
@@ -101,18 +104,17 @@ class Layers:
                 node[part] = {}
                 self.origins.setdefault(path[:length], COMMAND_LINE)
             node = _child(node, part)
-        is_known = isinstance(node, dict) and isinstance(path[-1], str)
-        is_item = isinstance(node, list) and isinstance(path[-1], int) and path[-1] < len(node)
-        if text == "none" and not is_item:
+        last, value = path[-1], _read_value(text)
+        if text == "none":
             self.drop(path)
-        elif is_known or is_item:
-            self._forget(path)
-            node[path[-1]] = _read_value(text)
-            self._record(path, node[path[-1]], {path: COMMAND_LINE})
-            self.raw_texts[path] = text
-        else:
+            return
+        self._forget(path)
+        if not _put(node, last, value):
             what = f"there is no table {dotted(path[:-1])} to set it in"
             self.problems.append(Problem(COMMAND_LINE, path, what, "check the key, or set the table in the file"))
+            return
+        self._record(path, value, {path: COMMAND_LINE})
+        self.raw_texts[path] = text
 
     def _merge(self, target: dict[str, Any], source: dict[str, Any], path: KeyPath, places: dict[KeyPath, str]) -> None:
         for key, value in source.items():
@@ -177,6 +179,17 @@ def _child(node: Any, part: str | int) -> Any:
         return node[part]
     except (KeyError, IndexError, TypeError):
         return None
+
+
+def _put(node: Any, key: str | int, value: Any) -> bool:
+    """Set a value in a table or an existing place of an array; False where neither is there."""
+    if isinstance(node, dict) and isinstance(key, str):
+        node[key] = value
+        return True
+    if isinstance(node, list) and isinstance(key, int) and key < len(node):
+        node[key] = value
+        return True
+    return False
 
 
 def _read_value(text: str) -> Any:

@@ -1,8 +1,8 @@
 """What can be known of `model.path` without loading a model.
 
-    FOLDER        a local Hugging Face folder
-    tiny:TASK     the 0.43 M model, made and warm-started on TASK at first use
-    dummy:DIR     random weights of the architecture in DIR/config.json, with DIR's tokenizer
+FOLDER        a local Hugging Face folder
+tiny:TASK     the 0.43 M model, made and warm-started on TASK at first use
+dummy:DIR     random weights of the architecture in DIR/config.json, with DIR's tokenizer
 """
 
 from __future__ import annotations

@@ -98,10 +98,8 @@ class _Value:
     def feed(self, text: str) -> None:
         position = 0
         while position < len(text):
-            if self.quote:
-                position = self._in_triple(text, position)
-            else:
-                position = self._outside(text, position)
+            advance = self._in_triple if self.quote else self._outside
+            position = advance(text, position)
 
     def _in_triple(self, text: str, position: int) -> int:
         if text[position] == "\\" and self.quote == '"""':

@@ -8,6 +8,7 @@ Notable:
 
 from __future__ import annotations
 
+import copy
 import difflib
 from typing import Annotated, Any, get_args, get_origin
 
@@ -28,7 +29,8 @@ _PLACEHOLDERS: dict[str, Any] = {
     "algorithm": {"type": "sao"},
     "algorithm.type": "sao",
     "env": [{"type": "add"}],
-    "type": "add",
+    "env.type": "add",
+    "eval.type": "add",
 }
 _MAX_ROUNDS = 8
 
@@ -74,9 +76,9 @@ def _repair(layers: Layers, detail: Any, broken: set[KeyPath]) -> None:
         broken.add(path)
     name = dotted(tuple(part for part in path if isinstance(part, str)))
     parent = layers.parent(path)
-    placeholder = _PLACEHOLDERS.get(name, _PLACEHOLDERS.get(str(path[-1])))
+    placeholder = _PLACEHOLDERS.get(name)
     if placeholder is not None and isinstance(parent, dict):
-        parent[path[-1]] = placeholder
+        parent[path[-1]] = copy.deepcopy(placeholder)
     else:
         layers.drop(path)
 
@@ -116,10 +118,11 @@ def _suggest(path: KeyPath, layers: Layers) -> str:
         fields = ALGORITHMS[kind].model_fields if kind in ALGORITHMS else {}
         keys = [name for name in keys if not name.startswith("algorithm.")] + [f"algorithm.{name}" for name in fields]
     siblings = [name for name in keys if name.rpartition(".")[0] == key.rpartition(".")[0]]
-    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
+    names_here = {name.rpartition(".")[2]: name for name in siblings}
+    close = difflib.get_close_matches(names[-1], names_here, n=1, cutoff=0.7)
     same_name = [name for name in keys if name.rpartition(".")[2] == names[-1]]
-    elsewhere = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
-    for guess in (*close, *same_name, *elsewhere):
+    elsewhere = difflib.get_close_matches(key, keys, n=1, cutoff=0.8)
+    for guess in (*(names_here[name] for name in close), *same_name, *elsewhere):
         return f"did you mean {guess}? Else delete it"
     choices = ", ".join(name.rpartition(".")[2] for name in siblings)
     return f"delete it, or use one of: {choices}" if choices else "delete it"

@@ -56,7 +56,7 @@ class GenerateBody(msgspec.Struct):
 class CompletionBody(SamplingParams):
     """`POST /v1/completions` with token ids as prompts."""
 
-    prompt: list[int] | list[list[int]] = []
+    prompt: list[int | list[int]] = []
     model: str = MODEL_NAME
     echo: bool = False
     stream: bool = False
@@ -146,7 +146,10 @@ class LocalServer:
         body = _decode(await http.read(), CompletionBody)
         if body.stream or body.echo or not body.prompt:
             raise BadRequest("prompt: token ids are needed, stream and echo are not supported")
-        prompts: list[Any] = body.prompt if isinstance(body.prompt[0], list) else [body.prompt]
+        kinds = {isinstance(entry, list) for entry in body.prompt}
+        if len(kinds) > 1:
+            raise BadRequest("prompt: one list of token ids, or a list of such lists")
+        prompts: list[Any] = body.prompt if kinds == {True} else [body.prompt]
         requests = [self._request(prompt, body, None) for prompt in prompts]
         await self._run(requests)
         choices = []

@@ -5,6 +5,8 @@ Notable:
 - Called by `/collective_rpc` while the engine is paused: vLLM's parameters are rebuilt layer by layer, and a forward in
   the middle of that ends the engine.
 - vLLM's own failed reload may leave half of the new weights, hence the checks against the checkpoint it started from.
+- On CPU vLLM keeps a packed copy of the output head that a reload misses where the head is tied to the embedding: it
+  would sample with the old head and report log-probabilities to match. It is packed again here.
 """
 
 from __future__ import annotations
@@ -38,7 +40,19 @@ class SnapshotExtension:
         tensors = read_tensors(Path(path))
         check_tensors(tensors, checkpoint_shapes(Path(self.vllm_config.model_config.model)), path)
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+        if TIED_NAME not in tensors:
+            _pack_tied_heads(self.model_runner.get_model())
         return version
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
+        ParallelLMHead,
+    )
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
+            module.quant_method.process_weights_after_loading(module)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

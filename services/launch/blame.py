@@ -18,7 +18,10 @@ from services.runtime.lifecycle import read_failures
 from services.runtime.logs import log_path
 from services.wire.errors import EXIT_BUG, EXIT_DEPENDENCY_LOST
 
-_TORCHRUN_KILLED = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)")
+_TORCHRUN_KILLED = (
+    re.compile(r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+)"),  # at once
+    re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: -(?P<signal>\d+)"),  # in the table at the end
+)
 _CONSEQUENCE = {signal.SIGTERM}  # torchrun ends the other ranks with it
 _TAIL_BYTES = 200_000
 
@@ -71,18 +74,16 @@ def _killed(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int]) 
         code = exits.get(process.name, 0)
         log = log_path(run_dir, process.name)
         if process.is_group:
-            for number, rank in _TORCHRUN_KILLED.findall(_tail(log)):
-                if int(number) not in _CONSEQUENCE:
-                    cause = f"killed by {_signal_name(int(number))}"
-                    return Blame(f"{process.name}-{rank}", cause, EXIT_DEPENDENCY_LOST, log, True)
+            for found in (match for pattern in _TORCHRUN_KILLED for match in pattern.finditer(_tail(log))):
+                if int(found["signal"]) not in _CONSEQUENCE:
+                    cause = f"killed by {_signal_name(int(found['signal']))}"
+                    return Blame(f"{process.name}-{found['rank']}", cause, EXIT_DEPENDENCY_LOST, log, True)
         if code > 128:
             return Blame(process.name, f"killed by {_signal_name(code - 128)}", EXIT_DEPENDENCY_LOST, log, True)
     return None
 
 
-def _unrecorded(
-    run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int], recorded: set[str]
-) -> Blame | None:
+def _unrecorded(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int], recorded: set[str]) -> Blame | None:
     """A process that ended without a failure record: before its boundary began, or too early but without an error."""
     for process in processes:
         if process.name not in exits or process.name in recorded:

@@ -9,6 +9,7 @@ Notable:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -55,7 +56,21 @@ exit codes: 0 done, 64 usage, 69 dependency lost, 70 bug, 73 cannot write, 78 co
 """
 
 _TOP_LEVEL = frozenset(
-    "seed run model algorithm orchestrator env eval policy value inference deployment runtime monitor".split()
+    {
+        "seed",
+        "run",
+        "model",
+        "algorithm",
+        "orchestrator",
+        "env",
+        "eval",
+        "policy",
+        "value",
+        "inference",
+        "deployment",
+        "runtime",
+        "monitor",
+    }
 )
 """Names of the configuration's top level: a test compares them with the schema."""
 
@@ -89,6 +104,9 @@ def main(argv: list[str] | None = None) -> int:
     except CounterpointError as error:
         sys.stderr.write(f"counterpoint: {error}\n")
         return error.exit_code
+    except BrokenPipeError:  # `counterpoint plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
 
 
 def split_settings(words: list[str]) -> tuple[list[str], list[str]]:
@@ -209,16 +227,15 @@ def _report(args: argparse.Namespace, _settings: list[str]) -> int:
 
 
 def _make_tiny(args: argparse.Namespace, _settings: list[str]) -> int:
-    import os
     import subprocess
 
     from services.config.model_path import TINY_TASKS
+    from services.launch.planner import Site
     from services.runtime.roots import project_root
 
     if args.task not in TINY_TASKS:
         raise UsageError(f"--task {args.task}: choose from {', '.join(TINY_TASKS)}")
     argv = [sys.executable, "-m", "services.model.tiny", args.dir, "--task", args.task, "--seed", str(args.seed)]
-    path = os.environ.get("PYTHONPATH", "")
-    root = str(project_root())
-    env = {**os.environ, "PYTHONPATH": f"{root}:{path}" if path else root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    path = Site(project_root(), pythonpath=os.environ.get("PYTHONPATH", "")).search_path
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(argv, env=env, check=False).returncode

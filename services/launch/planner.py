@@ -33,6 +33,12 @@ class Site:
     pythonpath: str = ""
     """What PYTHONPATH said before."""
 
+    @property
+    def search_path(self) -> str:
+        """PYTHONPATH for every process: the project root first."""
+        others = [part for part in self.pythonpath.split(":") if part and part != str(self.root)]
+        return ":".join([str(self.root), *others])
+
 
 @dataclass(frozen=True)
 class ProcessPlan:
@@ -167,7 +173,7 @@ def _orchestrator(config: Config, ports: dict[str, int], run_dir: Path, site: Si
     if config.value is not None:
         own["critic_grid_port"] = ports["critic_grid_port"]
     env = process_env(config, site, [])
-    return ProcessPlan("orchestrator", argv, env, 1, own, f"{_http(port)}/readyz")
+    return ProcessPlan("orchestrator", argv, env, 1, own, f"{_http(port)}/livez")
 
 
 def _torchrun(config: Config, num_ranks: int, module: str, run_dir: Path, site: Site) -> list[str]:
@@ -190,9 +196,8 @@ def process_env(config: Config, site: Site, gpus: list[int]) -> dict[str, str]:
         site: Where it runs.
         gpus: Its CUDA devices; empty hides all of them.
     """
-    path = f"{site.root}:{site.pythonpath}" if site.pythonpath else str(site.root)
     env = {
-        "PYTHONPATH": path,
+        "PYTHONPATH": site.search_path,
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -7,6 +7,7 @@ Notable:
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def sparkline(values: list[float], *, width: int = 32, low: float | None = None,
 def _resample(values: list[float], width: int) -> list[float]:
     num = min(width, len(values))
     edges = [round(i * len(values) / num) for i in range(num + 1)]
-    return [_mean(values[start:stop]) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [_mean(values[start:stop]) for start, stop in itertools.pairwise(edges)]
 
 
 def _mean(values: list[float]) -> float:

@@ -48,6 +48,8 @@ def print_plan(config: Config, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(layout.to_json() | {"lengths": _lengths(config)}, indent=1) + "\n")
         return
     console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console.width = 120
     console.print(_process_table(layout))
     console.print(_length_table(config))
     facts = {

@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,6 +36,7 @@ from services.wire.errors import EXIT_DEPENDENCY_LOST, EXIT_DONE, ConfigError
 
 MAX_PORT_TRIES = 5
 POLL_S = 0.1
+_LOOK_INTERVAL_S = 0.5
 _SETTLE_S = 4.0
 """How long to look for the root of a failure when only its consequences are visible."""
 
@@ -60,7 +62,7 @@ class View(Protocol):
 
 
 @dataclass
-class _Attempt:
+class Attempt:
     """How one start of the fleet ended."""
 
     exit_code: int = EXIT_DONE
@@ -121,7 +123,9 @@ def supervise(config: Config, view: View, *, overwrite: bool = False) -> int:
     try:
         with hold_run_dir(run_dir):
             create_run_dir(run_dir, config, overwrite=overwrite)
-            code = _Supervisor(config, run_dir, view, signals).run()
+            site = site_here()
+            model = model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
+            code = Supervisor(config, run_dir, model, view, signals).run()
             append_event(run_dir, "run_ended", exit_code=code)
             return code
     finally:
@@ -129,8 +133,21 @@ def supervise(config: Config, view: View, *, overwrite: bool = False) -> int:
         signals.close()
 
 
-class _Supervisor:
-    def __init__(self, config: Config, run_dir: Path, view: View, signals: Signals) -> None:
+class Supervisor:
+    """One run from its fresh directory to its end."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        model: ModelSource,
+        view: View,
+        signals: Signals,
+        *,
+        lay_out: Callable[..., Plan] = plan,
+    ) -> None:
+        self._lay_out = lay_out
+        self._model = model
         self._config = config
         self._run_dir = run_dir
         self._view = view
@@ -139,57 +156,63 @@ class _Supervisor:
         self._site = site_here()
 
     def run(self) -> int:
-        model = model_source(
-            self._config.model.path, root=self._site.root, models_dir=MODELS_DIR, python=self._site.python
-        )
-        if not model.is_complete:
-            attempt = self._make_model(model)
+        """Make the model, start everything, stay to the end; returns the exit code."""
+        if not self._model.is_complete:
+            attempt = self._make_model(self._model)
             if attempt.exit_code != EXIT_DONE:
                 return self._report(attempt)
         avoid = set(fixed_ports(self._config).values())
-        attempt = _Attempt()
+        attempt = Attempt()
         for _ in range(MAX_PORT_TRIES):
-            attempt = self._start_and_watch(model, avoid)
+            attempt = self._start_and_watch(avoid)
             if not attempt.lost_ports:
                 break
             avoid |= {port for port, _ in attempt.lost_ports.values()}
             append_event(self._run_dir, "ports_lost", ports={k: v[0] for k, v in attempt.lost_ports.items()})
         return self._report(attempt)
 
-    def _make_model(self, model: ModelSource) -> _Attempt:
+    def _make_model(self, model: ModelSource) -> Attempt:
         """Make the model folder in a child; it gets its name only when it is complete."""
         part = model.dir.with_name(f"{model.dir.name}.{os.getpid()}.part")
         part.parent.mkdir(parents=True, exist_ok=True)
         env = process_env(self._config, self._site, [])
         process = ProcessPlan("model", model.make_argv(part), env, 1)
         self._view.say(f"making the model {self._config.model.path} (once; kept in {model.dir})")
-        attempt = self._watch_fleet([process], final="model")
+        started = time.monotonic()
+        attempt = self.watch([process], final="model")
         if attempt.exit_code == EXIT_DONE and not model.dir.is_dir():
             rename_dir(part, model.dir)
+            self._view.say(f"made it in {time.monotonic() - started:.0f} s")
         return attempt
 
-    def _start_and_watch(self, model: ModelSource, avoid: set[int]) -> _Attempt:
+    def _start_and_watch(self, avoid: set[int]) -> Attempt:
         fixed = fixed_ports(self._config)
         chosen = [name for name in port_names(self._config) if name not in fixed]
         with PortReservation(chosen, avoid=avoid) as reservation:
             ports = fixed | reservation.ports
-            layout = plan(
+            layout = self._lay_out(
                 self._config,
                 ports,
                 run_dir=self._run_dir,
                 run_id=self._run_id,
                 epoch=1,
-                model=model,
+                model=self._model,
                 site=self._site,
             )
             lost = {name: (port, 0) for name, port in ports.items() if not is_free(port)}
             if lost:
-                return _Attempt(EXIT_DEPENDENCY_LOST, lost_ports=self._retryable(lost))
+                return Attempt(EXIT_DEPENDENCY_LOST, lost_ports=self._retryable(lost))
             write_context(layout.context)
-            return self._watch_fleet(layout.processes, final="orchestrator", layout=layout)
+            return self.watch(layout.processes, final="orchestrator", layout=layout)
 
-    def _watch_fleet(self, processes: list[ProcessPlan], *, final: str, layout: Plan | None = None) -> _Attempt:
-        """Start processes and stay until all of them have ended; `final` ending with 0 is the normal end."""
+    def watch(self, processes: list[ProcessPlan], *, final: str, layout: Plan | None = None) -> Attempt:
+        """Start processes and stay until all of them have ended.
+
+        Args:
+            processes: What to start, all at once.
+            final: The process whose exit 0 is the normal end.
+            layout: The plan they belong to; None for a process before the run.
+        """
         fleet = Fleet(self._run_dir, self._run_id)
         try:
             for process in processes:
@@ -199,28 +222,39 @@ class _Supervisor:
             if layout is not None:
                 write_context(layout.context.model_copy(update={"pids": {"launcher": os.getpid(), **pids}}))
                 self._view.begin(layout)
-            while not fleet.exits() and not self._signals.count:
-                self._view.tick()
-                time.sleep(POLL_S)
+            self._wait(fleet, processes)
             return self._conclude(fleet, processes, final, layout)
         finally:
             fleet.kill()
 
-    def _conclude(self, fleet: Fleet, processes: list[ProcessPlan], final: str, layout: Plan | None) -> _Attempt:
+    def _wait(self, fleet: Fleet, processes: list[ProcessPlan]) -> None:
+        """Return at a signal, at any exit, or when a rank is known to have failed (its torchrun agent ends later)."""
+        next_look = time.monotonic() + _LOOK_INTERVAL_S
+        while not fleet.exits() and not self._signals.count:
+            self._view.tick()
+            time.sleep(POLL_S)
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + _LOOK_INTERVAL_S
+                blame = find_blame(self._run_dir, processes, {})
+                if blame is not None and blame.is_primary:
+                    return
+
+    def _conclude(self, fleet: Fleet, processes: list[ProcessPlan], final: str, layout: Plan | None) -> Attempt:
         grace_s = self._config.runtime.shutdown_grace_s
         if self._signals.count:
             late = fleet.stop(grace_s, self._signals.twice)
             append_event(self._run_dir, "stopped_by_signal", signal=self._signals.first, killed=late)
-            return _Attempt(128 + self._signals.first)
+            return Attempt(128 + self._signals.first)
         if fleet.exits().get(final) == EXIT_DONE:
             late = fleet.stop(grace_s, self._signals.twice)
             append_event(self._run_dir, "finished", killed=late)
-            return _Attempt()
+            return Attempt()
         lost = self._lost_ports(fleet, layout) if layout is not None else {}
         blame = self._settle(fleet, processes)
         append_event(self._run_dir, "process_failed", exits=fleet.exits(), first=str(blame))
-        fleet.stop(grace_s, lambda: self._signals.count > 0)
-        return _Attempt(blame.exit_code if blame else EXIT_DEPENDENCY_LOST, blame, lost)
+        late = fleet.stop(grace_s, lambda: self._signals.count > 0)
+        append_event(self._run_dir, "stopped", killed=late)
+        return Attempt(blame.exit_code if blame else EXIT_DEPENDENCY_LOST, blame, lost)
 
     def _settle(self, fleet: Fleet, processes: list[ProcessPlan]) -> Blame | None:
         """Look for the root of a failure; give up after a moment, or when every process has ended."""
@@ -255,7 +289,7 @@ class _Supervisor:
             raise ConfigError(problems)
         return lost
 
-    def _report(self, attempt: _Attempt) -> int:
+    def _report(self, attempt: Attempt) -> int:
         self._view.end()
         if attempt.lost_ports:
             listed = ", ".join(f"{name} {p} (pid {o or 'unknown'})" for name, (p, o) in attempt.lost_ports.items())

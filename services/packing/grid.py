@@ -91,30 +91,14 @@ def build_grid(
         ContractError: a sample without advantages, returns or values, or with a wrong length or mask.
         NonFiniteError: a number on the action mask that is not finite, in f32.
     """
-    if num_mini_batches < 1:
-        raise ValueError(f"num_mini_batches must be at least 1, got {num_mini_batches}")
-    for index, sample in enumerate(samples):
-        size = -(-sample.num_tokens // max(1, pad_multiple)) * pad_multiple
-        if size > seq_len:
-            raise ValueError(
-                f"sample {index} (trace {sample.trace_id}) takes {size} tokens of the {stream} grid, "
-                f"over the limit of {seq_len}"
-            )
+    for name, number in (("num_mini_batches", num_mini_batches), ("pad_multiple", pad_multiple)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    _check_lengths(samples, stream, seq_len, pad_multiple)
     rows = _rows(samples, stream)
-    rank_rows: list[list[list[_Row]]] = [[] for _ in range(num_data_ranks)]  # [data_rank][micro_batch]
-    mini_batches: list[MiniBatch] = []
-    for part in _split(rows, num_mini_batches):
-        lengths = [row.sample.num_tokens for row in part]
-        plan = pack(lengths, seq_len=seq_len, num_data_ranks=num_data_ranks, pad_multiple=pad_multiple)
-        for rank, micro_batches in enumerate(plan):
-            rank_rows[rank] += [[part[index] for index in members] for members in micro_batches]
-        mini_batches.append(
-            MiniBatch(
-                num_micro_batches=len(plan[0]),
-                tokens=int(sum(row.loss_mask.sum() for row in part)),
-                samples=len(part),
-            )
-        )
+    rank_rows, mini_batches = _plan(
+        _split(rows, num_mini_batches), seq_len=seq_len, num_data_ranks=num_data_ranks, pad_multiple=pad_multiple
+    )
     arrays_per_rank = [_arrays(micro_batches, stream) for micro_batches in rank_rows]
     header = GridHeader(
         run_id=run_id,
@@ -137,6 +121,16 @@ def build_grid(
         GridItem(msgspec.structs.replace(header, data_rank=rank, digest=digest, grid_digest=whole), arrays)
         for rank, (digest, arrays) in enumerate(zip(digests, arrays_per_rank, strict=True))
     ]
+
+
+def _check_lengths(samples: list[TrainingSample], stream: Stream, seq_len: int, pad_multiple: int) -> None:
+    for index, sample in enumerate(samples):
+        size = -(-sample.num_tokens // pad_multiple) * pad_multiple
+        if size > seq_len:
+            raise ValueError(
+                f"sample {index} (trace {sample.trace_id}) takes {size} tokens of the {stream} grid, "
+                f"over the limit of {seq_len}"
+            )
 
 
 def _rows(samples: list[TrainingSample], stream: Stream) -> list[_Row]:
@@ -169,6 +163,22 @@ def _split(rows: list[_Row], num_parts: int) -> list[list[_Row]]:
         cuts.append(low + int(np.argmin(np.abs(ends[low - 1 : high] - target))))
     cuts.append(len(units))
     return [[row for unit in units[a:b] for row in unit] for a, b in pairwise(cuts)]
+
+
+def _plan(
+    parts: list[list[_Row]], *, seq_len: int, num_data_ranks: int, pad_multiple: int
+) -> tuple[list[list[list[_Row]]], list[MiniBatch]]:
+    """Rows by [data_rank][micro_batch], mini-batches one after the other, and each mini-batch's denominators."""
+    rank_rows: list[list[list[_Row]]] = [[] for _ in range(num_data_ranks)]
+    mini_batches: list[MiniBatch] = []
+    for part in parts:
+        lengths = [row.sample.num_tokens for row in part]
+        plan = pack(lengths, seq_len=seq_len, num_data_ranks=num_data_ranks, pad_multiple=pad_multiple)
+        for rank, micro_batches in enumerate(plan):
+            rank_rows[rank] += [[part[index] for index in members] for members in micro_batches]
+        num_tokens = int(sum(row.loss_mask.sum() for row in part))
+        mini_batches.append(MiniBatch(num_micro_batches=len(plan[0]), tokens=num_tokens, samples=len(part)))
+    return rank_rows, mini_batches
 
 
 def _arrays(micro_batches: list[list[_Row]], stream: Stream) -> dict[str, np.ndarray]:

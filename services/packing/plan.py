@@ -6,7 +6,7 @@ Notable:
 - First-fit-decreasing finds the least M it can. Where the samples fit, they are then spread over all K bins, largest
   first onto the lightest bin, so that ranks work alike; where that gets stuck, the first-fit bins are dealt out.
 - Micro-batch i of every rank is about equally heavy, because ranks run it in lock-step.
-- Pure and deterministic: ties go to the lower index. O(N K) in numpy: 4096 samples take some tens of milliseconds.
+- Pure and deterministic: ties go to the lower index. O(N K), vectorised over K: 4096 samples take less than a second.
 """
 
 from __future__ import annotations

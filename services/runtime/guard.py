@@ -14,6 +14,7 @@ Notable:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -154,10 +155,8 @@ def _parent_of(pid: int) -> int | None:
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it may have ended on its own
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # it ended on its own
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ Notable:
   into exit codes and leaves a failure record for the supervisor, which names the process that failed first.
 - PDEATHSIG alone is not enough (it fires when the spawning *thread* ends and is lost over a double fork), so it is
   the second line: the guard around every process (`services.runtime.guard`) is the first.
-- A failed process ends by `os._exit`: library threads and exit hooks (process groups, sockets) cannot keep it alive.
+- A process ends by `os._exit`, failed or not: neither threads of libraries nor their exit hooks (process groups,
+  sockets, executors) can keep it alive past the grace time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import faulthandler
@@ -30,7 +32,7 @@ from loguru import logger
 from services.runtime.durable import write_atomic
 from services.runtime.logs import setup_logging
 from services.runtime.roots import check_root
-from services.wire.errors import EXIT_BUG, EXIT_CANNOT_WRITE, ConfigError, CounterpointError, DependencyLost
+from services.wire.errors import EXIT_BUG, EXIT_CANNOT_WRITE, EXIT_DONE, ConfigError, CounterpointError, DependencyLost
 
 GUARD_PID_VARIABLE = "COUNTERPOINT_GUARD_PID"
 """Set by the guard in its child's environment."""
@@ -68,12 +70,13 @@ def run_process(name: str, run_dir: Path, main: Callable[[], None]) -> NoReturn:
         setup_logging(name, run_dir, level=_log_level(run_dir))
         check_root()
         main()
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        logger.info("{} ends with exit code {}", name, error.code)
+        _end(error.code if isinstance(error.code, int) else EXIT_BUG if error.code else EXIT_DONE)
     except BaseException as error:  # the process boundary
         _fail(name, run_dir, error)
     logger.info("{} ends normally", name)
-    sys.exit(0)
+    _end(EXIT_DONE)
 
 
 def die_with_parent() -> None:
@@ -163,10 +166,16 @@ def _fail(name: str, run_dir: Path, error: BaseException) -> NoReturn:
         write_atomic(path, json.dumps(msgspec.to_builtins(record)).encode())
     except Exception as second:  # a full disk must not hide the exit code
         sys.stderr.write(f"{name}: {record.cause} (and no failure record: {second})\n")
-    finally:
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """Leave without waiting for anybody: `main` has returned or raised, what is left are threads of libraries."""
+    with contextlib.suppress(Exception):  # a closed pipe or a full disk must not change the exit code
+        logger.remove()  # flushes and closes the sinks
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+    os._exit(code)
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -57,7 +57,9 @@ class PortReservation:
     def __enter__(self) -> PortReservation:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _next(self, candidates: list[int], avoided: set[int]) -> int:

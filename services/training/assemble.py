@@ -27,7 +27,7 @@ def join_group(role: str, config: Config) -> tuple[Ranks, StatusBoard]:
     """Join the torchrun group and make its status board, with every rank's pid on it."""
     if config.deployment.device == "cpu":
         torch.set_num_threads(1)
-    ranks = Ranks(deadline_s=config.runtime.collective_deadline_s)
+    ranks = Ranks.join(deadline_s=config.runtime.collective_deadline_s)
     board = StatusBoard(role)
     board.progress(pids=[row[0] for row in ranks.gather_ints([os.getpid()])])
     return ranks, board

@@ -20,6 +20,7 @@ from loguru import logger
 
 from services.config.system import RuntimeConfig
 from services.training.board import StatusBoard
+from services.training.optimizer import Optimizer
 from services.training.ranks import Ranks
 from services.transport.grid_receiver import GridReceiver
 from services.wire.errors import DeadlineExceeded, PreflightError
@@ -30,6 +31,11 @@ POLL_S = 0.002
 
 class Trainer(Protocol):
     """What a role does with a grid item. Called on every rank."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Its optimizer, which counts updates."""
+        ...
 
     def train(self, item: GridItem) -> dict[str, Any]:
         """Apply one grid; return the metrics row (equal on all ranks)."""
@@ -132,7 +138,7 @@ class TrainGroup:
         self._board.enter("publishing")
         self._trainer.after_step(step)
         self._board.add_row(step, row)
-        self._board.progress(steps_done=step + 1)
+        self._board.progress(steps_done=step + 1, updates_done=self._trainer.optimizer.num_updates)
 
     def _agree(self, step: int) -> GridItem:
         """Take this rank's item and check with the others that all hold the same grid."""

@@ -9,7 +9,6 @@ Notable:
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -22,13 +21,18 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process's place in its group. Made from torchrun's environment."""
+    """This process's place in its group; a group of one needs no process group."""
 
-    def __init__(self, *, deadline_s: float) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+    def __init__(self, rank: int = 0, size: int = 1, *, deadline_s: float = 60.0) -> None:
+        self.rank = rank
+        self.size = size
         self._deadline_s = deadline_s
+
+    @staticmethod
+    def join(*, deadline_s: float) -> Ranks:
+        """Join the group that torchrun's environment describes."""
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=deadline_s))
+        return Ranks(dist.get_rank(), dist.get_world_size(), deadline_s=deadline_s)
 
     def close(self) -> None:
         """Leave the group."""

@@ -10,6 +10,7 @@ Notable:
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -42,6 +43,13 @@ NUM_REMEMBERED_STEPS = 64
 """Digests of so many accepted steps are kept, to tell a repeated item from a conflicting one."""
 NUM_ANNOUNCED_STEPS = 4
 MAX_ITEM_BYTES = 4 * 2**30
+
+_LINK_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 
 
 class GridReceiver:
@@ -167,8 +175,7 @@ class GridReceiver:
             socket.set(zmq.RECONNECT_IVL, CONNECT_INTERVAL_MS)
             socket.set(zmq.RECONNECT_IVL_MAX, MAX_CONNECT_INTERVAL_MS)
             socket.set(zmq.IMMEDIATE, 1)  # nothing piles up for a sender that is not there
-            with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
-                socket.connect(self._address)
+            with socket.get_monitor_socket(_LINK_EVENTS) as monitor:
                 self._serve(socket, monitor)
                 socket.disable_monitor()
 
@@ -176,20 +183,31 @@ class GridReceiver:
         poller = zmq.Poller()
         for source in (socket, monitor, self._wake_read):
             poller.register(source, zmq.POLLIN)
-        hello_due_s = 0.0
+        # no Hello before the connection is numbered: the sender would take the numbered one for a new connection
+        hello_due_s, connect_due_s, connected = 0.0, 0.0, False
         while not self._stopping.is_set():
             now_s = time.monotonic()
+            if now_s >= connect_due_s:
+                socket.connect(self._address)
+                connect_due_s = math.inf
             if now_s >= hello_due_s:
-                self._say(socket, self._hello())
+                if connected:
+                    self._say(socket, self._hello())
                 hello_due_s = now_s + HELLO_INTERVAL_S
-            events = dict(poller.poll(int((hello_due_s - now_s) * 1000) + 1))
-            if monitor in events:
-                recv_monitor_message(monitor)
-                self._connection += 1
-                hello_due_s = 0.0
+            events = dict(poller.poll(int((min(hello_due_s, connect_due_s) - now_s) * 1000) + 1))
             if self._wake_read in events:
                 os.read(self._wake_read, 4096)
                 hello_due_s = 0.0
+            if monitor in events:
+                connected = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                if connected:
+                    self._connection += 1
+                    hello_due_s = 0.0
+                else:
+                    # libzmq itself never comes back from a broken protocol or an oversized message: connect anew
+                    with contextlib.suppress(zmq.ZMQError):
+                        socket.disconnect(self._address)
+                    connect_due_s = time.monotonic() + CONNECT_INTERVAL_MS / 1000
             if socket in events:
                 frames = self._read_message(socket)
                 self._say(socket, self._drop("oversized") if frames is None else self._judge(frames))

@@ -37,6 +37,8 @@ from services.wire.grids import GridItem, Stream
 
 TICK_S = 0.1
 MAX_RESEND_AFTER_S = 30.0
+SLOWEST_BYTES_PER_S = 20e6
+"""Sending and checking may take this long before a missing acknowledgement means anything."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,10 @@ class _Pending:
     started_s: float
     num_sends: int = 0
     due_s: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(frame) for frame in self.frames)
 
 
 @dataclass(slots=True)
@@ -295,7 +301,8 @@ class GridSender:
                 item.due_s = now_s + TICK_S
                 continue
             self._state.counters["sent" if item.num_sends == 0 else "sent_again"] += 1
-            item.due_s = now_s + min(self._resend_after_s * 2**item.num_sends, MAX_RESEND_AFTER_S)
+            wait_s = min(self._resend_after_s * 2**item.num_sends, MAX_RESEND_AFTER_S)
+            item.due_s = now_s + wait_s + item.num_bytes / SLOWEST_BYTES_PER_S
             item.num_sends += 1
 
     def _try_send(self, data_rank: int, item: _Pending) -> bool:

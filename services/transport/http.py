@@ -142,10 +142,9 @@ async def _attempt(
 ) -> bytes:
     try:
         async with session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
-            reply = await _read(response, max_reply_bytes)
             if response.status < 300:
-                return reply
-            cause = f"{url} answered {response.status}: {_first_line(reply)}"
+                return await _read(response, max_reply_bytes)
+            cause = f"{url} answered {response.status}: {await _first_line(response)}"
             if response.status in _NOT_TAKEN or (pure and response.status in _PERHAPS_TAKEN):
                 raise _Retry(cause, after_s=_retry_after(response.headers.get("Retry-After")))
             if response.status >= 500:
@@ -177,9 +176,15 @@ def _from_json(reply: bytes, url: str) -> Any:
         raise ContractError(f"{url} did not answer JSON: {error}") from None
 
 
-def _first_line(reply: bytes) -> str:
-    text = reply[: 4 * MAX_CAUSE_CHARACTERS].decode(errors="replace").strip()
-    return "".join(c if c.isprintable() else " " for c in text.split("\n", 1)[0])[:MAX_CAUSE_CHARACTERS]
+async def _first_line(response: aiohttp.ClientResponse) -> str:
+    """What a refusal says, made printable and short; the rest of it is not read."""
+    start = b""
+    async for chunk in response.content.iter_any():
+        start += chunk
+        if len(start) > 4 * MAX_CAUSE_CHARACTERS:
+            break
+    text = start.decode(errors="replace").strip().split("\n", 1)[0]
+    return "".join(c if c.isprintable() else " " for c in text)[:MAX_CAUSE_CHARACTERS]
 
 
 def _retry_after(header: str | None) -> float | None:

@@ -125,8 +125,10 @@ def check_loopback(address: str) -> None:
 def set_options(socket: zmq.Socket, *, max_message_bytes: int) -> None:
     """Set what both ends have in common: bounded queues, bounded closing, bounded messages, a pulse."""
     socket.set(zmq.LINGER, LINGER_MS)
-    socket.set(zmq.SNDHWM, 4)
-    socket.set(zmq.RCVHWM, 4 if socket.type == zmq.DEALER else 1000)
+    items_hwm, control_hwm = 4, 1000  # items are large and few, control messages small
+    sends_items = socket.type == zmq.ROUTER
+    socket.set(zmq.SNDHWM, items_hwm if sends_items else control_hwm)
+    socket.set(zmq.RCVHWM, control_hwm if sends_items else items_hwm)
     socket.set(zmq.MAXMSGSIZE, max_message_bytes)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.HEARTBEAT_IVL, PULSE_MS)

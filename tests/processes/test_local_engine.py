@@ -111,17 +111,6 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(client: EngineC
     assert (await sample(client, seed=8, max_tokens=60)).token_ids != alone.token_ids
 
 
-async def test_sampled_frequencies_follow_the_distribution(client: EngineClient, snapshots: list[Path]) -> None:
-    """2,000 seeds from one prompt: the mean of 1/p over draws of a token set equals its size (importance identity)."""
-    draws = await asyncio.gather(*[sample(client, max_tokens=1, seed=seed) for seed in range(2000)])
-    tokens, counts = np.unique([draw.token_ids[0] for draw in draws], return_counts=True)
-    top = tokens[np.argsort(-counts)][:5]
-    for token in top.tolist():
-        probability = math.exp(full_logprobs(snapshots[0], [*PROMPT, token])[-1])
-        expected, deviation = 2000 * probability, math.sqrt(2000 * probability * (1 - probability))
-        assert abs(counts[tokens == token][0] - expected) < 4.5 * deviation
-
-
 async def test_the_end_token_ends_a_generation_and_is_kept_once(client: EngineClient) -> None:
     """Some of many seeds draw the end token early; it is the last token and appears nowhere else."""
     generations = await asyncio.gather(*[sample(client, seed=i, max_tokens=300, ignore_eos=False) for i in range(40)])

@@ -8,12 +8,12 @@ import sys
 
 import numpy as np
 import pytest
-from sample_factory import make_sample
 
 from orchestrator.algorithms import ALGORITHMS, build
 from services.config.algorithm import AlgorithmFacts, GrpoConfig, PpoConfig, SaoConfig
 from services.wire.errors import ConfigError, ContractError, NonFiniteError
 from services.wire.samples import StopReason
+from tests.samples import make_sample
 
 GAP_VALUES = [0.5, 0.4, 9.0, 9.0, 0.2, 0.1]
 GAP_MASK = [1, 1, 0, 0, 1, 1]

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.algorithms.gae import length_adaptive_lambda, skip_observation_gae
@@ -211,6 +211,7 @@ unit = st.floats(0, 1)
 number = st.floats(-10, 10)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(number, st.booleans(), number), min_size=1, max_size=30), unit, unit, number)
 def test_any_trace_agrees_with_the_slow_reference(tokens, gamma, lam, bootstrap):
     values, mask, raw = (np.array(column) for column in zip(*tokens, strict=True))
@@ -278,6 +279,7 @@ def test_adaptive_lambda_gives_the_terminal_error_one_weight_at_any_length(alpha
         assert length_adaptive_lambda(n, alpha) ** (n - 1) == pytest.approx(weight, abs=1e-3)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 10**9), st.floats(min_value=1e-300, max_value=1e300))
 def test_adaptive_lambda_stays_in_zero_to_one(n, alpha):
     assert 0.0 <= length_adaptive_lambda(n, alpha) <= 1.0

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.algorithms.whiten import whiten
@@ -71,6 +71,7 @@ def test_lists_of_different_lengths_are_refused():
         whiten(arrays([1.0]), [])
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=6), min_size=2, max_size=6), st.randoms())
 def test_any_order_and_any_grouping_gives_the_same_numbers(rows, random):
     flat = np.concatenate([np.array(row) for row in rows])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy_trainer.losses import summarize
@@ -165,6 +165,7 @@ def test_shapes_that_would_broadcast_are_refused():
 token = st.tuples(st.floats(-5, 0), st.floats(-5, 0), st.floats(-3, 3), st.booleans())
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(token, min_size=1, max_size=24), st.integers(1, 8))
 def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_metrics(tokens, size):
     logprobs, rollout, advantages, mask = (list(column) for column in zip(*tokens, strict=True))
@@ -177,9 +178,11 @@ def test_any_split_into_micro_batches_gives_the_same_loss_gradient_and_metrics(t
     assert sum(part[0] for part in parts) == pytest.approx(loss, abs=1e-12)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), grad, atol=1e-14, rtol=0)
     for name, total in sums.items():
-        assert sum(part[2][name] for part in parts) == pytest.approx(total, abs=1e-9)
+        combine = max if name.endswith("_max") else sum
+        assert combine(part[2][name] for part in parts) == pytest.approx(total, abs=1e-9)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(token, min_size=1, max_size=24))
 def test_any_batch_agrees_with_a_loop_over_tokens(tokens):
     logprobs, rollout, advantages, mask = (list(column) for column in zip(*tokens, strict=True))

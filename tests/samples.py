@@ -1,4 +1,4 @@
-"""Samples for the tests of credit assignment."""
+"""Training samples for tests of credit assignment and packing."""
 
 from __future__ import annotations
 

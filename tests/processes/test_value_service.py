@@ -1,0 +1,226 @@
+"""The value service alone, two real ranks: scoring over HTTP, and a grid that trains in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.config.context import RunContext
+from services.config.schema import Config
+from services.model.attention import PackedLayout
+from services.model.head import Critic, values_before_tokens
+from services.model.load import load_causal_lm
+from services.packing.grid import build_grid
+from services.transport.grid_sender import GridSender
+from services.transport.score_client import ScoreClient
+from services.wire.samples import TrainingSample
+from tests.runs import get, post, processes, read_lines, wait_until
+from tests.samples import make_sample
+
+SEQ_LEN = 128
+VOCABULARY = 261
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model: Path, tmp_path_factory) -> Iterator[tuple[Config, RunContext]]:
+    """A critic of two ranks with a seeded head that is not zero."""
+    run_dir = tmp_path_factory.mktemp("value") / "run"
+    overrides = [
+        ("model.path", str(tiny_model)),
+        ("value.head.init_std", "0.1"),
+        ("value.model.seq_len", str(SEQ_LEN)),
+        ("value.max_request_bytes", "200000"),
+        ("inference.max_model_len", "64"),
+    ]
+    with processes(run_dir, ["value"], "configs/demo/sao.toml", *overrides) as started:
+        yield started
+
+
+def branches(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, n).tolist() for n in lengths]
+
+
+def expected(config: Config, context: RunContext, batch: list[list[int]]) -> list[tuple[list[float], float]]:
+    """Values of each branch alone, by the untrained critic in this process."""
+    assert config.value is not None
+    critic = Critic(load_causal_lm(context.model_dir), head_init_std=config.value.head.init_std, seed=config.seed)
+    out = []
+    for branch in batch:
+        with torch.no_grad():
+            output = critic(torch.tensor(branch), PackedLayout.of([len(branch)]))
+        values, bootstrap = values_before_tokens(output, torch.tensor([len(branch)]))
+        out.append((values.tolist(), float(bootstrap[0])))
+    return out
+
+
+def status(context: RunContext) -> dict:
+    reply = get(f"{context.value_url}/status")
+    assert reply is not None
+    return reply
+
+
+def test_batched_values_equal_each_branch_alone_in_the_original_order(service) -> None:
+    config, context = service
+    batch = branches([5, 128, 1, 17, 3, 64, 2, 40])
+    code, reply = post(f"{context.value_url}/v1/score", {"batched_token_ids": batch})
+    assert code == 200 and reply["critic_step"] == 0
+    for (values, bootstrap), own, own_bootstrap in zip(
+        expected(config, context, batch), reply["values"], reply["bootstrap_values"], strict=True
+    ):
+        assert np.allclose(own, values, atol=1e-5) and abs(own_bootstrap - bootstrap) < 1e-5
+        assert own[0] == 0.0
+    assert np.abs(reply["bootstrap_values"]).max() > 0.05
+
+
+def test_single_form_equals_batched_form(service) -> None:
+    _, context = service
+    (branch,) = branches([9], seed=4)
+    _, single = post(f"{context.value_url}/v1/score", {"token_ids": branch})
+    _, batched = post(f"{context.value_url}/v1/score", {"batched_token_ids": [branch]})
+    assert single["values"] == batched["values"][0] and single["bootstrap_value"] == batched["bootstrap_values"][0]
+
+
+def test_value_before_a_token_does_not_depend_on_it(service) -> None:
+    """Changing token t and everything after leaves V_0 .. V_t as they are."""
+    _, context = service
+    (first,) = branches([20], seed=1)
+    second = first[:8] + branches([12], seed=2)[0]
+    _, reply = post(f"{context.value_url}/v1/score", {"batched_token_ids": [first, second]})
+    assert np.allclose(reply["values"][0][:9], reply["values"][1][:9], atol=1e-6)
+    assert not np.allclose(reply["values"][0][9:], reply["values"][1][9:], atol=1e-4)
+
+
+def test_sixteen_requests_at_once_need_fewer_than_sixteen_forwards(service) -> None:
+    _, context = service
+    before = status(context)["num_forwards"]
+    batches = [branches([6, 11], seed=i) for i in range(16)]
+
+    async def burst() -> list:
+        client = ScoreClient(context.value_url)
+        try:
+            return await asyncio.gather(*(client.score(batch, deadline_s=60) for batch in batches))
+        finally:
+            await client.close()
+
+    replies = asyncio.run(burst())
+    assert status(context)["num_forwards"] - before < 16
+    for batch, reply in zip(batches, replies, strict=True):
+        assert [len(values) for values in reply.values] == [len(branch) for branch in batch]
+    _, alone = post(f"{context.value_url}/v1/score", {"batched_token_ids": batches[7]})
+    assert np.allclose(np.concatenate(replies[7].values), np.concatenate(alone["values"]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "field"),
+    [
+        ({"batched_token_ids": [[1, 2], []]}, 422, "batched_token_ids[1]"),
+        ({"batched_token_ids": []}, 422, "batched_token_ids"),
+        ({"batched_token_ids": [[1]], "token_ids": [1]}, 422, "exactly one"),
+        ({}, 422, "exactly one"),
+        ({"batched_token_ids": [[1, VOCABULARY]]}, 422, "batched_token_ids[0]"),
+        ({"batched_token_ids": [[1, -1]]}, 422, "batched_token_ids[0]"),
+        ({"token_ids": [7] * (SEQ_LEN + 1)}, 422, "value.model.seq_len"),
+        ({"batched_token_ids": [[True]]}, 422, "batched_token_ids"),
+        ({"batched_token_ids": [["7"]]}, 422, "batched_token_ids"),
+        ({"batched_token_ids": [[1.5]]}, 422, "batched_token_ids"),
+        ({"token_ids": [1], "temperature": 1}, 422, "temperature"),
+        (b'{"token_ids": [1, 2', 400, "JSON"),
+        (b"[" * 100_000, 400, "body"),
+        (b'{"token_ids": [' + b"9" * 5000 + b"]}", 422, "token_ids"),
+        (b'{"token_ids": [' + b"1," * 150_000 + b"1]}", 413, "body"),
+    ],
+)
+def test_wrong_request_is_refused_in_one_line_without_an_echo(service, body, code: int, field: str) -> None:
+    _, context = service
+    before = status(context)["num_forwards"]
+    got, reply = post(f"{context.value_url}/v1/score", body)
+    assert got in (400, 413, 422) and (got == code or code in (400, 422))
+    assert len(json.dumps(reply)) < 400 and "\n" not in reply["error"]
+    if got == code:
+        assert field in reply["error"]
+    assert status(context)["num_forwards"] == before
+
+
+def test_a_grid_that_trains_in_between_leaves_each_reply_with_one_critic_step(service) -> None:
+    """Requests go on while a grid trains; every reply is one state of the critic, and the states are in order."""
+    config, context = service
+    probe = branches([30], seed=9)
+
+    async def scenario() -> list:
+        sender = GridSender(context.critic_grid_url, stream="critic", run_id="test", epoch=1, num_data_ranks=2)
+        client = ScoreClient(context.value_url)
+        try:
+            asking = [asyncio.create_task(client.score(probe * 3, deadline_s=60)) for _ in range(10)]
+            await sender.send(critic_grid(step=0), deadline_s=60)
+            while (await client.score(probe * 3, deadline_s=60)).critic_step == 0:
+                asking += [asyncio.create_task(client.score(probe * 3, deadline_s=60)) for _ in range(4)]
+                await asyncio.sleep(0.01)
+            return await asyncio.gather(*asking, client.score(probe * 3, deadline_s=60))
+        finally:
+            await client.close()
+            await sender.close()
+
+    replies = asyncio.run(scenario())
+    by_step: dict[int, list] = {0: [], 1: []}
+    for reply in replies:
+        by_step[reply.critic_step].append(reply)
+        assert np.allclose(reply.values[0], reply.values[1], atol=1e-6) and np.allclose(reply.values[0], reply.values[2], atol=1e-6)
+    assert by_step[0] and by_step[1]
+    for step in (0, 1):
+        assert all(np.allclose(reply.values[0], by_step[step][0].values[0], atol=1e-6) for reply in by_step[step])
+    assert not np.allclose(by_step[0][0].values[0], by_step[1][0].values[0], atol=1e-4)
+    wait_until(lambda: status(context)["steps_done"] == 1, deadline_s=10, what="the status to say so")
+    row = status(context)["rows"]["0"]
+    assert config.value is not None
+    assert status(context)["updates_done"] == config.value.updates_per_batch == row["value/updates"]
+    ledger = read_lines(context.run_dir / "logs" / "ledger-critic.jsonl")
+    assert sorted((entry["step"], entry["rank"]) for entry in ledger) == [(0, 0), (0, 1)]
+    assert len({entry["pid"] for entry in ledger}) == 2 and len({entry["item"] for entry in ledger}) == 2
+
+
+def critic_grid(step: int):
+    """Six samples with targets of 1 and 0."""
+    samples: list[TrainingSample] = []
+    for i in range(6):
+        sample = make_sample([1] * (4 + i), values=[0.0] * (4 + i), trace_id=f"t{i}", prompt=3)
+        sample.returns = np.where(sample.branch.action_mask, float(i % 2), 0.0)
+        samples.append(sample)
+    return build_grid(
+        samples,
+        stream="critic",
+        seq_len=SEQ_LEN,
+        num_data_ranks=2,
+        run_id="test",
+        epoch=1,
+        step=step,
+        policy_version=step,
+        temperature=1.0,
+        loss_name="mse",
+        loss_constants={},
+    )
+
+
+def test_other_routes_answer(service) -> None:
+    _, context = service
+    models = get(f"{context.value_url}/v1/models")
+    assert models is not None and models["data"][0]["max_model_len"] == SEQ_LEN
+    assert get(f"{context.value_url}/livez") == {"live": True}
+    assert get(f"{context.value_url}/readyz") is not None
+    assert len(set(status(context)["pids"])) == 2
+
+
+def test_live_route_answers_while_many_requests_wait(service) -> None:
+    _, context = service
+    body = {"batched_token_ids": branches([100] * 60, seed=3)}
+    with ThreadPoolExecutor(12) as pool:
+        replies = [pool.submit(post, f"{context.value_url}/v1/score", body) for _ in range(12)]
+        assert get(f"{context.value_url}/livez") == {"live": True}
+        assert all(reply.result()[0] == 200 for reply in replies)
