@@ -2,21 +2,23 @@
 
 Notable:
 - Runs on the engine while training rollouts go on; the row says which policy version began it.
-- A task whose environment fails counts as an error, not as a wrong answer; all failing is an error of the run.
+- A task whose environment fails or takes too long counts as an error, not as a wrong answer; all failing is an error
+  of the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 from orchestrator.environments.protocol import Environment
-from orchestrator.rollout import Engine, EnvironmentFailed, Sampling, roll_out
+from orchestrator.rollout import Engine, EnvironmentFailed, PromptTooLong, Sampling, roll_out
 from orchestrator.tasks import Task
+from orchestrator.threads import Threads
 from services.config.orchestrator import EnvConfig, EvalConfig
 from services.wire.errors import BadData
 
 CONCURRENCY = 64
+ENVIRONMENT_THREADS = 4
 
 
 class Evaluator:
@@ -47,19 +49,22 @@ class Evaluator:
         """
         gate = asyncio.Semaphore(CONCURRENCY)
         num_tasks = min(self.config.num_tasks, self._env.num_tasks)
-        with ThreadPoolExecutor(4, thread_name_prefix="evaluation") as executor:
+        threads = Threads(ENVIRONMENT_THREADS, name="evaluation")
 
-            async def one(index: int) -> tuple[float, int] | None:
-                async with gate:
-                    try:
-                        trace = await roll_out(
-                            Task(index, self._env, self._limits, index), 0, self._engine, self._sampling, executor
-                        )
-                    except EnvironmentFailed:
-                        return None
-                    return trace.reward, trace.num_action_tokens
+        async def one(index: int) -> tuple[float, int] | None:
+            task = Task(index, self._env, self._limits, index)
+            async with gate:
+                try:
+                    async with asyncio.timeout(self._sampling.deadline_s):
+                        trace = await roll_out(task, 0, self._engine, self._sampling, threads)
+                except (EnvironmentFailed, PromptTooLong, TimeoutError):
+                    return None
+                return trace.reward, trace.num_action_tokens
 
+        try:
             outcomes = [outcome for outcome in await asyncio.gather(*map(one, range(num_tasks))) if outcome is not None]
+        finally:
+            threads.close()
         if not outcomes:
             raise BadData(f"evaluation {self.config.type}: the environment failed on all {num_tasks} tasks")
         prefix = f"eval/{self.config.type}"

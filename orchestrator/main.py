@@ -19,7 +19,11 @@ async def conduct(run_dir: Path) -> None:
     this = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert this is not None
-    stop = install_stop_handlers(lambda: loop.call_soon_threadsafe(this.cancel))
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(this.cancel)
+
+    stop = install_stop_handlers(cancel)
     config, context = load_run(run_dir)
     try:
         async with Orchestra(config, context) as orchestra:

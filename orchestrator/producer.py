@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +19,7 @@ from loguru import logger
 from orchestrator.admission import Outcomes, cause_of_invalid
 from orchestrator.rollout import Engine, EnvironmentFailed, PromptTooLong, Sampling, roll_out
 from orchestrator.tasks import Task, TaskStream
+from orchestrator.threads import Threads
 from services.config.orchestrator import OrchestratorConfig
 from services.transport.score_client import ScoreClient
 from services.wire.errors import DeadlineExceeded
@@ -74,7 +74,7 @@ class Producer:
         self._min_group = min_group
         self._may_start = may_start
         self._sampling = Sampling(config.temperature, seed, config.rollout_deadline_s)
-        self._executor = ThreadPoolExecutor(ENVIRONMENT_THREADS, thread_name_prefix="environment")
+        self._threads = Threads(ENVIRONMENT_THREADS, name="environment")
         self._running: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         self._wake = asyncio.Event()
@@ -137,7 +137,7 @@ class Producer:
         trace_id = f"{task.task_id} (group {task.group}, sample {sample})"
         try:
             async with asyncio.timeout(self._config.rollout_deadline_s):
-                trace = await roll_out(task, sample, engine, self._sampling, self._executor)
+                trace = await roll_out(task, sample, engine, self._sampling, self._threads)
         except EnvironmentFailed as error:
             return self._reject("env_error", f"{trace_id}: {error}")
         except PromptTooLong as error:

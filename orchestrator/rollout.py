@@ -3,23 +3,30 @@
 Notable:
 - The token sequence grows by exactly what was sampled and what the environment said; text is never re-tokenised.
 - The driver owns the limits and says which one cut; the stop reason is never inferred from lengths.
-- Environment code runs in a thread, so a slow grader does not stop the loop.
+- Environments are foreign code: they run in threads, and whatever they raise, or give that is no token id and no
+  number, makes the trace invalid and nothing else.
 """
 
 from __future__ import annotations
 
-import asyncio
+import operator
 import time
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from orchestrator.environments.protocol import Episode, Reply
 from orchestrator.tasks import Task, request_seed
+from orchestrator.threads import Threads
 from services.inference.client import Generation
 from services.wire.samples import Branch, StopReason, Trace, VersionSpan
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_TOKEN_ID = 2**32 - 1
 
 
 class Engine(Protocol):
@@ -33,7 +40,7 @@ class Engine(Protocol):
 
 
 class EnvironmentFailed(Exception):
-    """The environment raised; the trace is invalid."""
+    """The environment raised or answered nonsense; the trace is invalid."""
 
 
 class PromptTooLong(Exception):
@@ -86,25 +93,25 @@ class Sampling:
     deadline_s: float
 
 
-async def roll_out(task: Task, sample: int, engine: Engine, sampling: Sampling, executor: Executor) -> Trace:
+async def roll_out(task: Task, sample: int, engine: Engine, sampling: Sampling, threads: Threads) -> Trace:
     """Drive one episode to its end.
 
     Raises:
-        EnvironmentFailed: the environment raised.
+        EnvironmentFailed: the environment raised or answered nonsense.
         PromptTooLong: the prompt alone reaches the trace's token limit.
     """
     started = time.monotonic()
     limits = task.config
-    episode: Episode = await _call(
-        executor, task.env.start, task.index, request_seed(sampling.run_seed, task.group, sample)
-    )
-    prompt_ids = list(episode.prompt_ids)
+    episode = await _call(threads, task.env.start, task.index, request_seed(sampling.run_seed, task.group, sample))
+    prompt_ids = await _call(threads, lambda: _token_ids(episode.prompt_ids))
+    if not prompt_ids:
+        raise EnvironmentFailed("an empty prompt: the first sampled token would have no state before it")
     if len(prompt_ids) >= limits.max_trace_tokens:
         raise PromptTooLong(
             f"{task.task_id}: {len(prompt_ids)} prompt tokens, max_trace_tokens is {limits.max_trace_tokens}"
         )
     transcript = _Transcript(prompt_ids, [False] * len(prompt_ids), [0.0] * len(prompt_ids))
-    reward, stop_reason, num_turns = await _take_turns(task, sample, episode, transcript, engine, sampling, executor)
+    reward, stop_reason, num_turns = await _take_turns(task, sample, episode, transcript, engine, sampling, threads)
     return Trace(
         trace_id=f"{task.group}/{sample}",
         group_id=str(task.group),
@@ -125,9 +132,13 @@ async def _take_turns(
     transcript: _Transcript,
     engine: Engine,
     sampling: Sampling,
-    executor: Executor,
+    threads: Threads,
 ) -> tuple[float, StopReason, int]:
     limits = task.config
+
+    def cut() -> float:
+        return float(episode.cut())
+
     for turn in range(limits.max_turns):
         room = limits.max_trace_tokens - len(transcript.token_ids)
         generation = await engine.generate(
@@ -139,8 +150,8 @@ async def _take_turns(
         )
         transcript.add_action(generation)
         if generation.finish_reason == "length":
-            return await _call(executor, episode.cut), StopReason.TRUNCATED_LENGTH, turn + 1
-        reply: Reply = await _call(executor, episode.step, list(generation.token_ids))
+            return await _call(threads, cut), StopReason.TRUNCATED_LENGTH, turn + 1
+        reply = await _call(threads, lambda action: _checked(episode.step(action)), list(generation.token_ids))
         if reply.reward is not None:
             transcript.step_rewards[len(transcript.token_ids) - 1] = reply.reward
         if reply.done:
@@ -148,14 +159,31 @@ async def _take_turns(
                 raise EnvironmentFailed("done without an outcome")
             return reply.outcome, StopReason.TERMINATED, turn + 1
         room = limits.max_trace_tokens - len(transcript.token_ids)
-        transcript.add_observation(list(reply.observation_ids)[:room])
+        transcript.add_observation(reply.observation_ids[:room])
         if len(reply.observation_ids) >= room:
-            return await _call(executor, episode.cut), StopReason.TRUNCATED_LENGTH, turn + 1
-    return await _call(executor, episode.cut), StopReason.TRUNCATED_TURNS, limits.max_turns
+            return await _call(threads, cut), StopReason.TRUNCATED_LENGTH, turn + 1
+    return await _call(threads, cut), StopReason.TRUNCATED_TURNS, limits.max_turns
 
 
-async def _call(executor: Executor, function, *args):
+def _checked(reply: Reply) -> Reply:
+    """The reply in plain types: environments also give numpy numbers, None, and worse."""
+    return Reply(
+        observation_ids=_token_ids(reply.observation_ids),
+        reward=None if reply.reward is None else float(reply.reward),
+        done=bool(reply.done),
+        outcome=None if reply.outcome is None else float(reply.outcome),
+    )
+
+
+def _token_ids(numbers: Sequence[Any]) -> list[int]:
+    token_ids = [operator.index(number) for number in numbers]
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
+        raise ValueError(f"no token ids: {min(token_ids)} to {max(token_ids)}")
+    return token_ids
+
+
+async def _call(threads: Threads, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
-        return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
+        return await threads.call(function, *args, **kwargs)
     except Exception as error:  # whatever foreign code raises makes the trace invalid, not the run
         raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -112,10 +112,8 @@ def vllm_engine(config: Config, context: RunContext, log: Path) -> Iterator[str]
         ends = time.monotonic() + 15
         while process.poll() is None and time.monotonic() < ends:
             time.sleep(0.1)
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
 
@@ -124,13 +122,18 @@ def client_of(url: str, *, clear_cache: bool = True) -> EngineClient:
     return EngineClient(url, eos_token_id=EOS_ID, clear_cache=clear_cache)
 
 
+async def tokens_flow(client: EngineClient) -> None:
+    """Return when a few tokens have been sampled for every request sent before that fits the engine."""
+    await client.generate(PROMPT, max_tokens=12, temperature=1.0, seed=0, deadline_s=120, ignore_eos=True)
+
+
 async def generation_across_update(
-    client: EngineClient, snapshot: Path, version: int, *, num_tokens: int = 400, after_s: float = 0.3, seed: int = 5
+    client: EngineClient, snapshot: Path, version: int, *, num_tokens: int, seed: int = 5
 ) -> Generation:
     """One long generation with an update to `version` while it runs."""
     running = asyncio.create_task(
         client.generate(PROMPT, max_tokens=num_tokens, temperature=1.0, seed=seed, deadline_s=120, ignore_eos=True)
     )
-    await asyncio.sleep(after_s)
+    await tokens_flow(client)
     await client.update_weights(snapshot, version, deadline_s=60)
     return await running

@@ -18,6 +18,8 @@ from typing import Any
 from services.config.context import RunContext
 from services.config.resolve import resolve
 from services.config.schema import Config
+from services.launch.models import MODELS_DIR
+from services.launch.partial import partial_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +32,9 @@ def command(*args: str) -> list[str]:
 def start_cli(*args: str, log: Path) -> subprocess.Popen[bytes]:
     """Start the command from the project root; its output goes to `log`."""
     with log.open("wb") as output:
-        return subprocess.Popen(command(*args), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "200"})
+        return subprocess.Popen(
+            command(*args), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "200"}
+        )
 
 
 @dataclass
@@ -115,40 +119,11 @@ def post(url: str, body: bytes | dict[str, Any], *, timeout_s: float = 60) -> tu
 
 
 @contextmanager
-def processes(run_dir: Path, names: list[str], config_path: str, *overrides: tuple[str, str]) -> Iterator[tuple[Config, RunContext]]:
+def processes(
+    run_dir: Path, names: list[str], config_path: str, *overrides: tuple[str, str]
+) -> Iterator[tuple[Config, RunContext]]:
     """Some processes of a planned run, ready to work; the test plays the others."""
-    from services.config.checks import port_names
-    from services.launch.fleet import Fleet
-    from services.launch.models import MODELS_DIR, model_source
-    from services.launch.planner import plan
-    from services.launch.rundir import create_run_dir, write_context
-    from services.launch.supervisor import site_here
-    from services.runtime.ports import PortReservation
-
     config = resolve([ROOT / config_path], [("run.dir", str(run_dir)), *overrides]).config
-    create_run_dir(run_dir, config, overwrite=False)
-    site = site_here()
-    model = model_source(config.model.path, root=site.root, models_dir=ROOT / MODELS_DIR, python=site.python)
-    with PortReservation(port_names(config)) as reservation:
-        layout = plan(config, reservation.ports, run_dir=run_dir, run_id="test", epoch=1, model=model, site=site)
-        write_context(layout.context)
-        fleet = Fleet(run_dir, "test")
-        try:
-            for process in layout.processes:
-                if process.name in names:
-                    fleet.start(process)
-            for process in layout.processes:
-                if process.name in names:
-                    _wait_ready(fleet, run_dir, process.name, process.ready_url)
-            yield config, layout.context
-        finally:
-            fleet.stop(10.0, lambda: False)
+    with partial_run(config, names, run_id="test", models_dir=ROOT / MODELS_DIR) as run:
+        yield config, run.plan.context
     assert not processes_of(run_dir)
-
-
-def _wait_ready(fleet: Any, run_dir: Path, name: str, url: str) -> None:
-    def ready() -> bool:
-        assert name not in fleet.exits(), (run_dir / "logs" / f"{name}.log").read_text()[-3000:]
-        return get(url) is not None
-
-    wait_until(ready, deadline_s=120, what=f"{name} to be ready")

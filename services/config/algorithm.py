@@ -37,9 +37,9 @@ class CriticAlgorithm(AlgorithmFacts):
     """Keys of the algorithms that use a critic."""
 
     needs_value: ClassVar[bool] = True
-    gamma: float = Field(1.0, ge=0, le=1)
+    gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per action token."""
-    value_lambda: float = Field(1.0, ge=0, le=1)
+    value_lambda: float = Field(default=1.0, ge=0, le=1)
     """Lambda of the critic's targets; 1 = Monte-Carlo returns, independent of the critic."""
 
 
@@ -50,11 +50,11 @@ class SaoConfig(CriticAlgorithm):
     policy_loss: ClassVar[str] = "dis"
 
     type: Literal["sao"]
-    alpha: float = Field(1.5, gt=0)
+    alpha: float = Field(default=1.5, gt=0)
     """Length-adaptive lambda = max(0, 1 - 1/(alpha * action tokens))."""
-    eps_low: float = Field(0.3, gt=0)
+    eps_low: float = Field(default=0.3, gt=0)
     """Tokens with ratio <= 1 - eps_low are rejected."""
-    eps_high: float = Field(5.0, gt=0)
+    eps_high: float = Field(default=5.0, gt=0)
     """Tokens with ratio >= 1 + eps_high are rejected."""
     whiten: bool = False
     """Whiten advantages over the batch. The paper does not."""
@@ -71,11 +71,11 @@ class PpoConfig(CriticAlgorithm):
     policy_loss: ClassVar[str] = "ppo_clip"
 
     type: Literal["ppo"]
-    lam: float = Field(1.0, ge=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
     """GAE lambda of the policy's advantages, per action token."""
-    eps_low: float = Field(0.2, gt=0, lt=1)
-    eps_high: float = Field(0.2, gt=0)
-    dual_clip: float | None = Field(None, gt=1)
+    eps_low: float = Field(default=0.2, gt=0, lt=1)
+    eps_high: float = Field(default=0.2, gt=0)
+    dual_clip: float | None = Field(default=None, gt=1)
     """Bound c on the loss of negative advantages (arXiv 1912.09729); None = off."""
     whiten: bool = True
     """Whiten advantages over the batch (never the value targets)."""
@@ -95,9 +95,9 @@ class GrpoConfig(AlgorithmFacts):
     type: Literal["grpo"]
     std_normalize: bool = True
     """Divide by the group's population standard deviation."""
-    eps_low: float = Field(0.2, gt=0, lt=1)
-    eps_high: float = Field(0.2, gt=0)
-    dual_clip: float | None = Field(None, gt=1)
+    eps_low: float = Field(default=0.2, gt=0, lt=1)
+    eps_high: float = Field(default=0.2, gt=0)
+    dual_clip: float | None = Field(default=None, gt=1)
 
     def loss_constants(self) -> dict[str, float]:
         """Clip range; `dual_clip` 0 stands for off."""

@@ -14,18 +14,18 @@ class InferenceConfig(Section):
 
     engine: Literal["local", "vllm"] = "local"
     """"local" = our small server (CPU, no extra install); "vllm" = vLLM's own server with our worker extension."""
-    max_model_len: int = Field(512, ge=8)
+    max_model_len: int = Field(default=512, ge=8)
     """Longest sequence, prompt and answer together."""
-    max_num_seqs: int = Field(64, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
     """Sequences decoded together."""
     clear_cache_on_update: bool = True
     """Recompute the KV cache of running requests under new weights, so that each span's log-probabilities are those of
     its own snapshot. False continues on the old cache (PipelineRL style)."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """HTTP port on loopback; 0 = the planner picks one."""
     vllm_python: str = ".venv-vllm/bin/python"
     """Interpreter of the environment that holds vLLM."""
     vllm_args: list[str] = []
     """More arguments for vLLM's server."""
-    update_deadline_s: float = Field(120.0, gt=0)
+    update_deadline_s: float = Field(default=120.0, gt=0)
     """Deadline of one weight update: pause, load, resume."""

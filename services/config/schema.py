@@ -25,7 +25,7 @@ from services.config.train import PolicyConfig, ValueConfig
 class Config(Section):
     """A run."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seeds everything: the order of tasks, sampling, a fresh head."""
     run: RunConfig = RunConfig()
     model: ModelConfig

@@ -12,11 +12,11 @@ from services.config.base import Section
 class RunConfig(Section):
     """`[run]`."""
 
-    name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]*$")
     """Defaults to the first config file's stem."""
     dir: str = ""
     """The run's own directory; defaults to runs/<name>."""
-    keep_snapshots: int = Field(2, ge=1)
+    keep_snapshots: int = Field(default=2, ge=1)
     """Newest weight snapshots kept once every engine has moved on."""
 
 
@@ -31,9 +31,9 @@ class ModelConfig(Section):
 class DeploymentConfig(Section):
     """`[deployment]`: how many GPUs each role has; on CPU a "gpu" is a rank."""
 
-    num_policy_gpus: int = Field(1, ge=1)
-    num_value_gpus: int = Field(1, ge=1)
-    num_inference_gpus: int = Field(1, ge=1)
+    num_policy_gpus: int = Field(default=1, ge=1)
+    num_value_gpus: int = Field(default=1, ge=1)
+    num_inference_gpus: int = Field(default=1, ge=1)
     device: Literal["cpu", "cuda"] = "cpu"
     """"cpu" uses gloo; "cuda" uses NCCL."""
 
@@ -41,13 +41,13 @@ class DeploymentConfig(Section):
 class RuntimeConfig(Section):
     """`[runtime]`: deadlines and the end of a run."""
 
-    shutdown_grace_s: float = Field(10.0, gt=0)
+    shutdown_grace_s: float = Field(default=10.0, gt=0)
     """Everything of ours has ended this long after the first signal."""
-    startup_deadline_s: float = Field(300.0, gt=0)
+    startup_deadline_s: float = Field(default=300.0, gt=0)
     """Every process must be ready this long after its start."""
-    collective_deadline_s: float = Field(60.0, gt=0)
+    collective_deadline_s: float = Field(default=60.0, gt=0)
     """Deadline of one collective, and of a rank waiting for its grid item once a step has begun."""
-    heartbeat_s: float = Field(5.0, gt=0)
+    heartbeat_s: float = Field(default=5.0, gt=0)
     """How often an idle group agrees that it is alive."""
 
 
@@ -55,5 +55,5 @@ class MonitorConfig(Section):
     """`[monitor]`: what a person sees."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    traces_per_step: int = Field(8, ge=0)
+    traces_per_step: int = Field(default=8, ge=0)
     """Finished traces of each step written to traces.jsonl."""

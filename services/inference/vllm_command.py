@@ -75,13 +75,17 @@ def vllm_command(config: Config, context: RunContext, port: int) -> tuple[list[s
     environment = dict(ENVIRONMENT, PYTHONPATH=str(PROJECT_ROOT))
     if on_cpu:
         argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(kv_cache_bytes(config, Path(context.model_dir)))]
-        environment |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_NUM_THREADS": "1"}
+        # One thread, free to move: vLLM's own binding pins it to a core that a trainer may be using.
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return argv + inference.vllm_args, environment
 
 
 def kv_cache_bytes(config: Config, model_dir: Path) -> int:
     """Bytes of cache for `max_num_seqs` sequences of `max_model_len`, within bounds that suit a small machine."""
-    model = json.loads((model_dir / "config.json").read_text())
+    path = model_dir / "config.json"
+    if not path.is_file():  # a tiny model that is still to be made: `plan` may ask before it exists
+        return MIN_KV_BYTES
+    model = json.loads(path.read_text())
     model = model.get("text_config", model)
     num_heads = model["num_attention_heads"]
     head_dim = model.get("head_dim") or model["hidden_size"] // num_heads

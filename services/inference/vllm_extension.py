@@ -50,6 +50,7 @@ def _pack_tied_heads(model: torch.nn.Module) -> None:
         ParallelLMHead,
     )
 
+    module: Any
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
             module.quant_method.process_weights_after_loading(module)

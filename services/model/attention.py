@@ -128,14 +128,14 @@ def causal_attention(
 ) -> torch.Tensor:
     """Causal attention of a batch `[B, H, L, D]` that starts at position 0; grouped key heads are repeated."""
     length = q.shape[2]
-    windowed = sliding_window is not None and sliding_window < length
-    if not windowed and softcap is None:
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if window is None and softcap is None:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     offset = torch.arange(length, device=q.device)
     distance = offset[:, None] - offset[None, :]
     visible = distance >= 0
-    if windowed:
-        visible &= distance < sliding_window
+    if window is not None:
+        visible &= distance < window
     return masked_attention(q, k, v, visible, scaling=scaling, softcap=softcap)
 
 
@@ -177,13 +177,13 @@ def _attention(
         raise ValueError("packed attention takes no attention_mask: the layout says what is visible")
     if kwargs.get("s_aux") is not None:
         raise ValueError("attention sinks (s_aux) are not supported")
-    scaling = scaling if scaling is not None else query.shape[3] ** -0.5
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if kv_slots is not None:
-        return kv_slots.attend(module, query, key, value, scaling, sliding_window=sliding_window, softcap=softcap), None
+        return kv_slots.attend(module, query, key, value, scale, sliding_window=sliding_window, softcap=softcap), None
     if packed is None:
         raise ValueError("a forward with the counterpoint attention needs packed=PackedLayout or kv_slots")
     return packed_attention(
-        query, key, value, packed, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        query, key, value, packed, scaling=scale, sliding_window=sliding_window, softcap=softcap
     ), None
 
 

@@ -16,19 +16,18 @@ from services.model.attention import PackedLayout
 from services.model.load import head_features, packed_hidden
 
 
-class ValueHead(nn.Linear):
+class ValueHead(nn.Module):
     """Hidden state `[..., D]` to value `[...]`, in f32 whatever the backbone's type."""
 
     def __init__(self, in_features: int, *, init_std: float, seed: int) -> None:
-        super().__init__(in_features, 1, bias=True, dtype=torch.float32)
+        super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            self.weight.copy_(torch.randn(1, in_features, generator=generator) * init_std)
-            self.bias.zero_()
+        self.weight = nn.Parameter(torch.randn(1, in_features, generator=generator) * init_std)
+        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Value of the state after each position, `[...]` f32."""
-        return super().forward(hidden.float())[..., 0]
+        return nn.functional.linear(hidden.float(), self.weight, self.bias)[..., 0]
 
 
 class Critic(nn.Module):

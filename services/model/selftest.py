@@ -7,6 +7,8 @@ Notable:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -57,7 +59,7 @@ def check_packing(backbone: nn.Module, vocab_size: int, *, tolerance: float = 1e
 
 
 def _own_attention(backbone: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
-    config = backbone.config
+    config: Any = backbone.config
     try:
         config._attn_implementation = "eager"
         return backbone(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]

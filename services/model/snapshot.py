@@ -4,6 +4,7 @@ Notable:
 - Written beside its final name and renamed into place, so a reader sees a whole snapshot or none.
 - `save_pretrained` writes hub names (fused experts are split again), which a raw state dict would not.
 - The manifest names every file with size and sha256; `verify_snapshot` refuses what does not match.
+- Imports no torch: whoever only verifies need not pay for it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from services.runtime.durable import rename_dir
 from services.wire.errors import ContractError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENIZER_FILES = (
     "tokenizer.json",

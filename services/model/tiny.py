@@ -61,8 +61,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", padding_side="left"
-    )  # noqa: S106
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL_TOKENS[PAD_ID],
+        eos_token=SPECIAL_TOKENS[EOS_ID],
+        padding_side="left",
+    )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

@@ -136,7 +136,10 @@ def main() -> None:
     model_dir, out = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     ranks = Ranks.join(deadline_s=60)
-    result = {"critic": {"group": critic_gradient(model_dir, ranks)}, "policy": {"group": policy_gradient(model_dir, ranks)}}
+    result = {
+        "critic": {"group": critic_gradient(model_dir, ranks)},
+        "policy": {"group": policy_gradient(model_dir, ranks)},
+    }
     if ranks.rank == 0:
         result["critic"]["alone"] = critic_gradient(model_dir, Ranks())
         result["policy"]["alone"] = policy_gradient(model_dir, Ranks())

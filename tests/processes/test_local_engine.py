@@ -10,12 +10,17 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from services.inference.client import EngineClient, Generation
+from services.model.tiny import EOS_ID
+from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost
 from tests.engines import (
     MAX_MODEL_LEN,
     PROMPT,
@@ -25,11 +30,8 @@ from tests.engines import (
     largest_difference,
     local_engine,
     make_snapshot,
+    tokens_flow,
 )
-
-from services.inference.client import EngineClient
-from services.model.tiny import EOS_ID
-from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost
 
 TOLERANCE = 1e-4
 
@@ -63,8 +65,8 @@ async def client(engine_url: str, snapshots: list[Path]) -> AsyncIterator[Engine
     await client.close()
 
 
-async def sample(client: EngineClient, prompt: list[int] = PROMPT, **kwargs) -> object:
-    defaults = {"max_tokens": 24, "temperature": 1.0, "seed": 0, "deadline_s": 60, "ignore_eos": True}
+async def sample(client: EngineClient, prompt: list[int] = PROMPT, **kwargs: Any) -> Generation:
+    defaults: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 0, "deadline_s": 60, "ignore_eos": True}
     return await client.generate(prompt, **(defaults | kwargs))
 
 
@@ -83,13 +85,17 @@ async def test_log_probabilities_are_those_of_a_full_forward(client: EngineClien
         assert largest_difference(snapshots[0], prompt, generation, 0, 8 + i) < TOLERANCE
 
 
-async def test_log_probabilities_are_those_of_the_sampling_temperature(client: EngineClient, snapshots: list[Path]) -> None:
+async def test_log_probabilities_are_those_of_the_sampling_temperature(
+    client: EngineClient, snapshots: list[Path]
+) -> None:
     generation = await sample(client, temperature=0.6)
     assert largest_difference(snapshots[0], PROMPT, generation, 0, 24, temperature=0.6) < TOLERANCE
     assert largest_difference(snapshots[0], PROMPT, generation, 0, 24, temperature=1.0) > 100 * TOLERANCE
 
 
-async def test_greedy_takes_the_most_likely_token_whatever_the_seed(client: EngineClient, snapshots: list[Path]) -> None:
+async def test_greedy_takes_the_most_likely_token_whatever_the_seed(
+    client: EngineClient, snapshots: list[Path]
+) -> None:
     first, second = await asyncio.gather(sample(client, temperature=0.0), sample(client, temperature=0.0, seed=9))
     assert first.token_ids == second.token_ids
     for n in (1, 5, 24):
@@ -193,7 +199,7 @@ async def test_two_updates_in_one_batch_label_every_token(client: EngineClient, 
     """More requests than slots, so some start after each update; all spans match their snapshots."""
     running = [asyncio.create_task(sample(client, seed=i, max_tokens=150)) for i in range(24)]
     for version in (1, 2):
-        await asyncio.sleep(0.25)
+        await tokens_flow(client)
         await client.update_weights(snapshots[version], version, deadline_s=30)
     versions = set()
     for generation in await asyncio.gather(*running):
@@ -223,7 +229,7 @@ async def test_requests_sent_during_an_aborting_update_carry_the_new_version(
     client = client_of(versionless_url)
     await client.update_weights(snapshots[0], 0, deadline_s=30)
     running = [asyncio.create_task(sample(client, seed=i, max_tokens=100)) for i in range(40)]
-    await asyncio.sleep(0.2)
+    await tokens_flow(client)
     update = asyncio.create_task(client.update_weights(snapshots[1], 1, deadline_s=30))
     await asyncio.sleep(0)
     late = [asyncio.create_task(sample(client, seed=100 + i, max_tokens=5)) for i in range(10)]
@@ -254,11 +260,13 @@ def broken_copy(source: Path, target: Path, what: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("what", ["missing tensor", "unknown tensor", "wrong shape", "not finite", "torn file", "no folder"])
+@pytest.mark.parametrize(
+    "what", ["missing tensor", "unknown tensor", "wrong shape", "not finite", "torn file", "no folder"]
+)
 async def test_a_failed_update_leaves_the_old_weights_served(
     client: EngineClient, engine_url: str, snapshots: list[Path], tmp_path: Path, what: str
 ) -> None:
-    """The error says what is wrong, comes at once, and sampling goes on under the old version; the next update works."""
+    """The error says what is wrong at once, sampling goes on under the old version, and the next update works."""
     bad = tmp_path / "missing" if what == "no folder" else broken_copy(snapshots[1], tmp_path / "bad", what)
     running = asyncio.create_task(sample(client, max_tokens=200))
     started = time.monotonic()
@@ -286,9 +294,11 @@ async def test_a_missed_deadline_frees_the_slot(client: EngineClient, engine_url
     raise AssertionError("the request of a caller that went away still holds its slot")
 
 
-async def test_a_waiting_pause_lets_running_requests_end_and_holds_new_ones(client: EngineClient, engine_url: str) -> None:
+async def test_a_waiting_pause_lets_running_requests_end_and_holds_new_ones(
+    client: EngineClient, engine_url: str
+) -> None:
     running = asyncio.create_task(sample(client, max_tokens=100))
-    await asyncio.sleep(0.05)
+    await tokens_flow(client)
     async with aiohttp.ClientSession() as session:
         await (await session.post(f"{engine_url}/pause?mode=wait")).read()
         assert (await asyncio.wait_for(running, 5)).finish_reason == "length"
@@ -303,7 +313,9 @@ async def test_a_waiting_pause_lets_running_requests_end_and_holds_new_ones(clie
 async def test_completions_answer_for_many_prompts(client: EngineClient, engine_url: str) -> None:
     body = {"model": "policy", "prompt": [PROMPT, PROMPT[:2]], "max_tokens": 4, "temperature": 0, "logprobs": 0}
     async with aiohttp.ClientSession() as session:
-        reply = await session.post(f"{engine_url}/v1/completions", json=body | {"return_token_ids": True, "ignore_eos": True})
+        reply = await session.post(
+            f"{engine_url}/v1/completions", json=body | {"return_token_ids": True, "ignore_eos": True}
+        )
         choices = (await reply.json())["choices"]
     greedy = await sample(client, temperature=0.0, max_tokens=4)
     assert choices[0]["token_ids"] == greedy.token_ids

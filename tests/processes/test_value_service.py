@@ -172,7 +172,9 @@ def test_a_grid_that_trains_in_between_leaves_each_reply_with_one_critic_step(se
     by_step: dict[int, list] = {0: [], 1: []}
     for reply in replies:
         by_step[reply.critic_step].append(reply)
-        assert np.allclose(reply.values[0], reply.values[1], atol=1e-6) and np.allclose(reply.values[0], reply.values[2], atol=1e-6)
+        assert np.allclose(reply.values[0], reply.values[1], atol=1e-6) and np.allclose(
+            reply.values[0], reply.values[2], atol=1e-6
+        )
     assert by_step[0] and by_step[1]
     for step in (0, 1):
         assert all(np.allclose(reply.values[0], by_step[step][0].values[0], atol=1e-6) for reply in by_step[step])

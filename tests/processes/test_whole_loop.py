@@ -63,7 +63,12 @@ def test_metrics_have_the_documented_names(sao: Finished) -> None:
     (rollout, critic, policy) = (sao.rows(stream)[-1] for stream in ("rollout", "critic", "policy"))
     assert {"reward/mean", "reward/mean_admitted", "rollout/length", "rollout/staleness"} <= rollout.keys()
     assert {"tokens_per_s/inference", "tokens_per_s/policy", "tokens_per_s/value"} <= rollout.keys()
-    assert {"value/loss", "value/explained_variance", "value/explained_variance_at_scoring", "value/grad_norm"} <= critic.keys()
+    assert {
+        "value/loss",
+        "value/explained_variance",
+        "value/explained_variance_at_scoring",
+        "value/grad_norm",
+    } <= critic.keys()
     assert {"policy/loss", "policy/ratio_mean", "policy/dis_reject_low", "policy/dis_reject_high"} <= policy.keys()
     assert {"policy/entropy", "policy/kl_rollout", "policy/grad_norm"} <= policy.keys()
     for row in read_lines(sao.dir / "metrics.jsonl"):
@@ -131,7 +136,15 @@ def test_fully_on_policy_run_has_no_staleness(grpo: Finished) -> None:
 
 
 def test_run_directory_holds_what_the_readme_says(sao: Finished) -> None:
-    for name in ("config.resolved.toml", "run.json", "metrics.jsonl", "traces.jsonl", "events.jsonl", "weights", "logs"):
+    for name in (
+        "config.resolved.toml",
+        "run.json",
+        "metrics.jsonl",
+        "traces.jsonl",
+        "events.jsonl",
+        "weights",
+        "logs",
+    ):
         assert (sao.dir / name).exists()
     manifest = json.loads((sao.dir / "weights" / "v000004" / "manifest.json").read_text())
     assert manifest["version"] == 4 and "model.safetensors" in manifest["files"]

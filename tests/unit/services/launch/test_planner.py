@@ -144,3 +144,9 @@ def test_a_tiny_model_is_made_by_a_command_under_a_name_of_its_recipe(tmp_path):
 def test_a_folder_is_used_where_it_lies(tmp_path, path, init):
     source = model_source(path.format(tmp_path), root=ROOT, models_dir=tmp_path)
     assert (source.dir, source.init, source.argv) == (tmp_path, init, None)
+
+
+def test_a_vllm_run_can_be_planned_before_its_tiny_model_is_made(tmp_path):
+    vllm = [("inference.engine", "vllm"), ("inference.vllm_python", "/bin/sh")]
+    layout = lay_out(tmp_path, vllm, model=ModelSource(tmp_path / "to-be-made", argv=["make"]))
+    assert str(tmp_path / "to-be-made") in layout.processes[0].argv

@@ -46,6 +46,13 @@ def finish(run_dir: Path, body: str, **kwargs) -> tuple[int, str]:
     return process.returncode, stderr
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def record(run_dir: Path) -> FailureRecord:
     (found,) = read_failures(run_dir)
     return found
@@ -151,7 +158,7 @@ def test_a_process_dies_with_its_parent(run_dir, tmp_path):
     process.kill()
     process.wait()
     until = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+    while is_running(pid):
         assert time.monotonic() < until
         time.sleep(0.02)
     process.communicate()

@@ -1,0 +1,115 @@
+"""Some processes of a run without the others: for a dry run, or a test, that plays the missing ones itself.
+
+Notable:
+- The same planner, ports, run directory and guards as `counterpoint run`; only the supervisor is left out, so whoever
+  asks for the processes also notices when one of them ends.
+- Leaving the block ends everything and waits until it is gone.
+"""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.config.checks import fixed_ports, port_names
+from services.config.schema import Config
+from services.launch.blame import find_blame
+from services.launch.fleet import Fleet
+from services.launch.models import MODELS_DIR, model_source
+from services.launch.planner import Plan, ProcessPlan, plan
+from services.launch.rundir import create_run_dir, hold_run_dir, write_context
+from services.launch.supervisor import run_dir_of, site_here
+from services.runtime.ports import PortReservation
+from services.wire.errors import ConfigError, DeadlineExceeded, DependencyLost
+
+POLL_S = 0.1
+_PROBE_DEADLINE_S = 2.0
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback, whatever the proxy settings
+
+
+@dataclass
+class PartialRun:
+    """What `partial_run` started."""
+
+    plan: Plan
+    killed: list[str] = field(default_factory=list)
+    """Once the block is left: processes that did not end by themselves within the grace time."""
+
+
+@contextmanager
+def partial_run(
+    config: Config,
+    names: Iterable[str],
+    *,
+    run_id: str,
+    overwrite: bool = False,
+    models_dir: Path = MODELS_DIR,
+    on_wait: Callable[[list[str]], None] = lambda waiting: None,
+) -> Iterator[PartialRun]:
+    """Start the named processes of a run and wait until each is ready.
+
+    Args:
+        config: The resolved configuration.
+        names: Of `inference`, `policy`, `value`, `orchestrator`.
+        run_id: Identity of the run on the wire.
+        overwrite: Remove an earlier run in the same directory.
+        models_dir: Where made models are kept.
+        on_wait: Called about ten times a second with the names not yet ready.
+
+    Raises:
+        ConfigError: The run directory is in use, or the model is still to be made.
+        DependencyLost: A process ended before it was ready; the message says why.
+        DeadlineExceeded: One was not ready within `runtime.startup_deadline_s`.
+    """
+    run_dir, site = run_dir_of(config), site_here()
+    model = model_source(config.model.path, root=site.root, models_dir=models_dir, python=site.python)
+    if not model.is_complete:
+        raise ConfigError(
+            [f"model.path: {config.model.path} has not been made; fix: counterpoint make-tiny {model.dir}"]
+        )
+    fixed = fixed_ports(config)
+    chosen = [name for name in port_names(config) if name not in fixed]
+    with hold_run_dir(run_dir), PortReservation(chosen, avoid=fixed.values()) as reservation:
+        create_run_dir(run_dir, config, overwrite=overwrite)
+        ports = fixed | reservation.ports
+        layout = plan(config, ports, run_dir=run_dir, run_id=run_id, epoch=1, model=model, site=site)
+        write_context(layout.context)
+        run = PartialRun(layout)
+        fleet = Fleet(run_dir, run_id)
+        wanted = set(names)
+        try:
+            processes = [process for process in layout.processes if process.name in wanted]
+            for process in processes:
+                fleet.start(process)
+            _wait_ready(fleet, run_dir, processes, config.runtime.startup_deadline_s, on_wait)
+            yield run
+        finally:
+            run.killed = fleet.stop(config.runtime.shutdown_grace_s, lambda: False)
+
+
+def _wait_ready(
+    fleet: Fleet, run_dir: Path, processes: list[ProcessPlan], deadline_s: float, on_wait: Callable[[list[str]], None]
+) -> None:
+    ends = time.monotonic() + deadline_s
+    waiting = processes
+    while waiting := [process for process in waiting if not _answers(process.ready_url)]:
+        exits = fleet.exits()
+        if exits:
+            blame = find_blame(run_dir, processes, exits)
+            raise DependencyLost(str(blame) if blame else f"{', '.join(exits)} ended before it was ready")
+        if time.monotonic() > ends:
+            raise DeadlineExceeded(f"{', '.join(process.name for process in waiting)} to be ready", deadline_s)
+        on_wait([process.name for process in waiting])
+        time.sleep(POLL_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with _opener.open(url, timeout=_PROBE_DEADLINE_S) as reply:
+            return reply.status == 200
+    except OSError:  # nobody there yet, or an HTTP error: both mean "not ready"
+        return False
