@@ -45,19 +45,22 @@ class Evaluator:
         """Play every task once.
 
         Raises:
-            BadData: when the environment failed on every task.
+            BadData: when every task failed.
         """
         gate = asyncio.Semaphore(CONCURRENCY)
         num_tasks = min(self.config.num_tasks, self._env.num_tasks)
         threads = Threads(ENVIRONMENT_THREADS, name="evaluation")
+        last_error: Exception | None = None
 
         async def one(index: int) -> tuple[float, int] | None:
+            nonlocal last_error
             task = Task(index, self._env, self._limits, index)
             async with gate:
                 try:
                     async with asyncio.timeout(self._sampling.deadline_s):
                         trace = await roll_out(task, 0, self._engine, self._sampling, threads)
-                except (EnvironmentFailed, PromptTooLong, TimeoutError):
+                except (EnvironmentFailed, PromptTooLong, TimeoutError) as error:
+                    last_error = error
                     return None
                 return trace.reward, trace.num_action_tokens
 
@@ -66,7 +69,7 @@ class Evaluator:
         finally:
             threads.close()
         if not outcomes:
-            raise BadData(f"evaluation {self.config.type}: the environment failed on all {num_tasks} tasks")
+            raise BadData(f"evaluation {self.config.type}: all {num_tasks} tasks failed; the last: {last_error!r}")
         prefix = f"eval/{self.config.type}"
         return {
             f"{prefix}/accuracy": sum(reward for reward, _ in outcomes) / len(outcomes),

@@ -70,6 +70,20 @@ class Clock:
         return self.version_at(step) - engine_version <= self._config.max_off_policy_steps
 
 
+def drop_stale(group: Group, version: int, config: Config, outcomes: Outcomes) -> Group | None:
+    """The part of a group that is fresh enough to train `version`; None where that is too small a group."""
+    limit = config.orchestrator.max_off_policy_steps
+    fresh = [trace for trace in group.traces if version - trace.oldest_version <= limit]
+    if len(fresh) < len(group.traces):
+        outcomes.drop("stale", len(group.traces) - len(fresh))
+    if len(fresh) < config.algorithm.min_group:
+        if fresh:
+            outcomes.drop("group_too_small", len(fresh))
+        return None
+    kept = {trace.trace_id for trace in fresh}
+    return Group(fresh, [sample for sample in group.samples if sample.trace_id in kept])
+
+
 class Loop:
     """One run."""
 
@@ -102,7 +116,7 @@ class Loop:
         while self._clock.num_taken < self._config.orchestrator.batch_size:
             group = await self._parts.producer.next_group()
             finished += group.traces
-            fresh = self._drop_stale(group, version)
+            fresh = drop_stale(group, version, self._config, self._parts.outcomes)
             if fresh is not None:
                 admitted.append(fresh)
                 self._clock.num_taken += len(fresh.traces)
@@ -115,18 +129,6 @@ class Loop:
         self._clock.step, self._clock.num_taken = step + 1, 0
         self._parts.producer.poke()
         return admitted
-
-    def _drop_stale(self, group: Group, version: int) -> Group | None:
-        limit = self._config.orchestrator.max_off_policy_steps
-        fresh = [trace for trace in group.traces if version - trace.oldest_version <= limit]
-        if len(fresh) < len(group.traces):
-            self._parts.outcomes.drop("stale", len(group.traces) - len(fresh))
-        if len(fresh) < self._config.algorithm.min_group:
-            if fresh:
-                self._parts.outcomes.drop("group_too_small", len(fresh))
-            return None
-        kept = {trace.trace_id for trace in fresh}
-        return Group(fresh, [sample for sample in group.samples if sample.trace_id in kept])
 
     def _credit(self, step: int, groups: list[Group]) -> list[TrainingSample]:
         """Turn rewards and values into advantages and targets; keep a few traces for people."""

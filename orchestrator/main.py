@@ -7,6 +7,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+import uvloop
+
 from orchestrator.assemble import Orchestra
 from services.config.context import load_run
 from services.runtime.lifecycle import install_stop_handlers, run_process
@@ -39,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="run directory")
     args = parser.parse_args()
-    run_process("orchestrator", args.run_dir, lambda: asyncio.run(conduct(args.run_dir)))
+    run_process("orchestrator", args.run_dir, lambda: uvloop.run(conduct(args.run_dir)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import math
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
@@ -251,7 +252,7 @@ class EngineClient:
     def _append(self, generation: Generation, raw: bytes, version: int, max_tokens: int) -> str:
         """Check a reply and append it."""
         try:
-            (choice,) = _decode_reply(raw).choices
+            (choice,) = _parse_reply(raw).choices
         except (msgspec.DecodeError, ValueError) as error:
             raise ContractError(f"{self.url} sent a generation that does not decode: {error}") from error
         tokens, reason = choice.token_ids or [], choice.finish_reason
@@ -342,6 +343,17 @@ class EngineClient:
         if status == 503:
             raise _Unavailable(message)
         raise DependencyLost(message) if status >= 500 else ContractError(message)
+
+
+def _parse_reply(raw: bytes) -> _Reply:
+    """Decode a reply; where it is not JSON, try once more with NaN and Infinity allowed.
+
+    JSON has neither, but servers in Python write them: such a log-probability must cost its trace, not the run.
+    """
+    try:
+        return _decode_reply(raw)
+    except msgspec.DecodeError:
+        return msgspec.convert(json.loads(raw), _Reply)
 
 
 def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,8 @@ def main() -> None:
             tell_versions=not args.no_weight_versions,
         )
     )
+    # With torch loaded, the interpreter's own clean-up takes seconds.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import uvicorn
+import uvloop
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
@@ -99,6 +100,6 @@ class ServerThread:
             await self._server.serve()
 
         try:
-            asyncio.run(serve())
+            uvloop.run(serve())
         except BaseException as error:  # the thread boundary: start() reports it
             self._failure = error

@@ -6,6 +6,10 @@ import asyncio
 import json
 import math
 import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -18,7 +22,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.config.context import RunContext
+from services.config.schema import Config, to_toml
 from services.inference.client import EngineClient, Generation
+from services.model.attention import PackedLayout
+from services.model.load import load_causal_lm, packed_logits
 from services.model.tiny import EOS_ID
 from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost
 from tests.engines import (
@@ -328,6 +336,58 @@ def test_models_and_metrics_are_told(engine_url: str) -> None:
     assert models["data"][0] == {"id": "policy", "object": "model", "max_model_len": MAX_MODEL_LEN}
     metrics = urllib.request.urlopen(f"{engine_url}/metrics", timeout=10).read().decode()
     assert "counterpoint_inference_sampled_tokens_total" in metrics
+
+
+def run_directory(folder: Path, model_dir: Path) -> tuple[Path, str]:
+    """What a launcher would have written for an engine with random weights, and the engine's URL."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+    config = Config.model_validate(
+        {
+            "seed": 4,
+            "model": {"path": f"dummy:{model_dir}"},
+            "algorithm": {"type": "grpo"},
+            "env": [{"type": "add"}],
+            "inference": {"max_model_len": 64},
+        }
+    )
+    context = RunContext(
+        run_id="test",
+        epoch=0,
+        dir=str(folder),
+        model_dir=str(model_dir),
+        model_init="random",
+        inference_urls=[url],
+        policy_url="",
+        orchestrator_url="",
+        policy_grid_url="",
+    )
+    (folder / "config.resolved.toml").write_text(to_toml(config))
+    (folder / "run.json").write_text(context.model_dump_json())
+    return folder, url
+
+
+async def test_a_run_directory_is_all_the_process_needs_and_a_signal_ends_it(
+    snapshots: list[Path], tmp_path: Path
+) -> None:
+    """Random weights are those the trainer makes from the same seed; SIGTERM ends even a busy engine with 0."""
+    folder, url = run_directory(tmp_path, snapshots[0])
+    argv = [sys.executable, "-m", "services.inference.local_server", "--run", str(folder)]
+    process = subprocess.Popen(argv, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    client = client_of(url)
+    await client.wait_ready(90)
+    generation = await sample(client, max_tokens=20)
+    with torch.inference_mode():
+        model = load_causal_lm(snapshots[0], init="random", seed=4)
+        ids = torch.tensor(PROMPT + generation.token_ids)
+        layout = PackedLayout.of([len(ids)])
+        logits = packed_logits(model, ids, layout, torch.arange(len(PROMPT) - 1, len(ids) - 1))
+        own = torch.log_softmax(logits, -1).gather(1, ids[len(PROMPT) :, None])[:, 0]
+    assert np.abs(np.array(generation.logprobs) - own.numpy()).max() < TOLERANCE
+    process.send_signal(signal.SIGTERM)
+    await client.close()
+    assert process.wait(timeout=30) == 0
 
 
 def read_status(url: str) -> dict:

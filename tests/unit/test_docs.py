@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from orchestrator.rollout import Sampling, roll_out
 from orchestrator.tasks import Task
+from orchestrator.threads import Threads
 from services.config.orchestrator import EnvConfig, EvalConfig
 from services.config.resolve import resolve
 from services.config.validate import known_keys
@@ -278,8 +278,9 @@ async def test_the_example_is_driven_like_any_environment(example: dict[str, Any
     environment, tokenizer = example["environment"], example["tokenizer"]
     config = EnvConfig(type="largest", max_turns=3, max_turn_tokens=4, max_trace_tokens=32)
     engine = Script(tokenizer, "4", "7")
-    with ThreadPoolExecutor(1) as executor:
-        trace = await roll_out(Task(0, environment, config, 472), 0, engine, Sampling(1.0, 0, 10.0), executor)
+    threads = Threads(1, name="environment")
+    trace = await roll_out(Task(0, environment, config, 472), 0, engine, Sampling(1.0, 0, 10.0), threads)
+    threads.close()
     (branch,) = trace.branches
     validate_branch(branch)
     assert (trace.reward, trace.stop_reason, trace.num_turns) == (1.0, StopReason.TERMINATED, 2)

@@ -1,0 +1,76 @@
+"""Rows of metrics.jsonl and traces.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchestrator.metrics import Metrics, rollout_row, trace_row, versions_of
+from orchestrator.producer import Group, samples_of
+from services.wire.samples import StopReason
+from tests.rollouts import make_trace
+
+
+def test_a_row_has_step_stream_and_time_and_the_newest_is_kept(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.add("rollout", 0, {"reward/mean": 1 / 3, "rollout/num_traces": 3})
+    metrics.add("critic", 0, {"value/loss": 0.5})
+    metrics.add("rollout", 1, {"reward/mean": 0.5, "note": None})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["stream"]) for row in rows] == [(0, "rollout"), (0, "critic"), (1, "rollout")]
+    assert all(row["time_s"] >= 0 for row in rows)
+    assert rows[0]["reward/mean"] == 0.333333333 and rows[0]["rollout/num_traces"] == 3
+    assert metrics.latest["rollout"]["step"] == 1 and metrics.rewards == [0.333333333, 0.5]
+
+
+def test_means_are_over_traces_and_never_over_means() -> None:
+    """A group of three and a group of one: the mean of means would be 0.5."""
+    groups = [[make_trace(reward=1.0, trace_id=f"0/{i}") for i in range(3)], [make_trace(reward=0.0, trace_id="1/0")]]
+    admitted = [Group(traces, []) for traces in groups]
+    row = rollout_row([trace for traces in groups for trace in traces], admitted, 0)
+    assert row["reward/mean"] == row["reward/mean_admitted"] == 0.75
+
+
+def test_stale_traces_count_in_the_mean_of_finished_ones_only() -> None:
+    """Without them the reward of a run would depend on how fast its trainer is."""
+    fresh, stale = make_trace(reward=1.0, versions=(3,)), make_trace(reward=0.0, versions=(0,))
+    row = rollout_row([fresh, stale], [Group([fresh], [])], 3)
+    assert row["reward/mean"] == 0.5 and row["reward/mean_admitted"] == 1.0
+    assert row["rollout/num_traces"] == 1
+
+
+def test_staleness_is_measured_from_the_oldest_token() -> None:
+    traces = [make_trace(versions=(4,)), make_trace(versions=(2, 4))]
+    row = rollout_row(traces, [Group(traces, [])], 4)
+    assert row["rollout/staleness"] == 1.0 and row["rollout/staleness_max"] == 2.0
+    assert row["rollout/mixed_version_traces"] == 1.0
+    assert versions_of(traces[1]) == {2, 4}
+
+
+def test_stop_reasons_are_counted_apart() -> None:
+    reasons = [StopReason.TERMINATED, StopReason.TERMINATED, StopReason.TRUNCATED_TURNS]
+    traces = [make_trace(stop_reason=reason, num_turns=i + 1) for i, reason in enumerate(reasons)]
+    row = rollout_row(traces, [Group(traces, [])], 0)
+    assert row["rollout/stop/terminated"] == 2 and row["rollout/stop/truncated_turns"] == 1
+    assert row["rollout/stop/truncated_length"] == 0 and row["rollout/turns"] == 2.0
+    assert row["rollout/length"] == 2.0
+
+
+def test_a_batch_without_traces_has_numbers_all_the_same() -> None:
+    assert all(np.isfinite(value) for value in rollout_row([], [], 0).values())
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_trace_is_written_with_all_that_trains(scored: bool) -> None:
+    trace = make_trace(versions=(1, 2))
+    (sample,) = samples_of(trace)
+    if scored:
+        sample.values, sample.critic_step = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5]), 7
+    row = json.loads(json.dumps(trace_row(3, trace, sample)))
+    assert (row["step"], row["trace_id"], row["stop_reason"]) == (3, "0/0", "terminated")
+    assert row["action_mask"] == [0, 0, 1, 1, 1, 1] and row["version_spans"] == [[2, 4, 1], [4, 6, 2]]
+    assert (row["values"] is not None) == scored and row["returns"] is None
+    assert row["critic_step"] == (7 if scored else -1)
