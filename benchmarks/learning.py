@@ -123,6 +123,7 @@ no accelerator. Python {platform.python_version()}, {packages}.
 | algorithm | seed | | first | last | gain | explained variance | greedy accuracy | staleness | seconds |
 |---|---|---|---|---|---|---|---|---|---|
 """
+    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(head + "\n".join(lines) + "\n")
 
 

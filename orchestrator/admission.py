@@ -4,6 +4,7 @@ Notable:
 - An invalid trace is dropped whole and counted by cause; it is never scored as reward 0.
 - Staleness = version about to be trained minus the oldest version among the trace's action tokens, checked when the
   batch is made up. A stale trace is not a bad one: it does not count against `max_bad_fraction`.
+- Bad rollouts often end at once and good ones late: nothing is judged before as many have ended as run at a time.
 """
 
 from __future__ import annotations
@@ -50,9 +51,17 @@ def cause_of_invalid(trace: Trace, *, max_tokens: int) -> str | None:
 class Outcomes:
     """Counts drops by cause, and stops the run when too large a share of recent rollouts is invalid."""
 
-    def __init__(self, *, max_bad_fraction: float, window: int) -> None:
+    def __init__(self, *, max_bad_fraction: float, window: int, num_concurrent: int = 0) -> None:
+        """Start with nothing counted.
+
+        Args:
+            max_bad_fraction: invalid share of the window that is still allowed.
+            window: finished rollouts that are looked at.
+            num_concurrent: rollouts that run at a time.
+        """
         self._max_bad_fraction = max_bad_fraction
         self._recent: deque[str | None] = deque(maxlen=window)
+        self._min_outcomes = min(max(MIN_OUTCOMES, num_concurrent), window)
         self.dropped: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
 
@@ -71,10 +80,7 @@ class Outcomes:
         self._recent.append(cause)
         causes = Counter(c for c in self._recent if c is not None)
         share = causes.total() / len(self._recent)
-        if (
-            len(self._recent) >= min(MIN_OUTCOMES, self._recent.maxlen or MIN_OUTCOMES)
-            and share > self._max_bad_fraction
-        ):
+        if len(self._recent) >= self._min_outcomes and share > self._max_bad_fraction:
             worst = causes.most_common(1)[0][0]
             listed = ", ".join(f"{count} {name}" for name, count in causes.most_common())
             raise BadData(

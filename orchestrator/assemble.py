@@ -66,7 +66,9 @@ class Orchestra:
         self._metrics = Metrics(context.run_dir)
         self._clock = Clock(config)
         self._outcomes = Outcomes(
-            max_bad_fraction=config.orchestrator.max_bad_fraction, window=config.orchestrator.bad_window
+            max_bad_fraction=config.orchestrator.max_bad_fraction,
+            window=config.orchestrator.bad_window,
+            num_concurrent=config.orchestrator.max_concurrent_rollouts,
         )
         self._publisher = self._make_publisher()
         self._producer = self._make_producer(tokenizer)

@@ -124,7 +124,7 @@ class Loop:
         row = rollout_row(finished, admitted, version)
         row |= {f"rollout/dropped/{cause}": float(n) for cause, n in self._parts.outcomes.take_counts().items()}
         row["time/rollout_wait_s"] = time.monotonic() - started
-        row |= self._parts.telemetry.take_rates()
+        row |= await self._parts.telemetry.take_rates()
         self._parts.metrics.add("rollout", step, row)
         self._clock.step, self._clock.num_taken = step + 1, 0
         self._parts.producer.poke()

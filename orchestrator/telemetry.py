@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 from orchestrator.metrics import Metrics
@@ -43,8 +44,10 @@ class Telemetry:
         """The loop waits for or works on `phase` now."""
         self._phase, self._phase_since = phase, time.monotonic()
 
-    def take_rates(self) -> dict[str, float]:
-        """`tokens_per_s/<process>` since the last call."""
+    async def take_rates(self) -> dict[str, float]:
+        """`tokens_per_s/<process>` since the last call; asks the train groups now."""
+        for client in self._clients.values():
+            await client.status()
         now = time.monotonic()
         counts = {"inference": self._producer.num_sampled_tokens}
         for name, client in self._clients.items():
@@ -59,10 +62,8 @@ class Telemetry:
         """Keep the train groups' statuses fresh for whoever looks."""
         while True:
             for client in self._clients.values():
-                try:
+                with suppress(DependencyLost):  # whoever needs the group notices; a status page must not end a run
                     await client.status()
-                except DependencyLost:  # whoever needs the group notices; a status page must not end a run
-                    continue
             await asyncio.sleep(REFRESH_S)
 
     def snapshot(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from policy_trainer.trainer import PolicyTrainer
 from services.config.context import load_run
 from services.model.load import load_causal_lm
 from services.runtime.lifecycle import install_stop_handlers, run_process
-from services.training.assemble import check_model, join_group, serve_group
+from services.training.assemble import check_model, join_group, local_device, serve_group
 from services.training.control import ServerThread, control_app
 
 
@@ -20,6 +20,7 @@ def run(run_dir: Path) -> None:
     config, context = load_run(run_dir)
     ranks, board = join_group("policy", config)
     model = load_causal_lm(context.model_dir, init=context.model_init, seed=config.seed, dtype=config.model.dtype)
+    model.to(local_device(config))  # pyright: ignore[reportArgumentType]
     check_model(model.base_model, model.config.vocab_size, config, ranks, next(model.parameters()))
     trainer = PolicyTrainer(
         model,

@@ -11,7 +11,7 @@ from services.config.schema import Config
 from services.model.head import Critic
 from services.model.load import load_causal_lm
 from services.runtime.lifecycle import install_stop_handlers, run_process
-from services.training.assemble import check_model, join_group, serve_group
+from services.training.assemble import check_model, join_group, local_device, serve_group
 from services.training.control import ServerThread
 from value_service.app import score_app
 from value_service.scorer import Scorer
@@ -32,6 +32,7 @@ def run(run_dir: Path) -> None:
     assert config.value is not None and context.value_url is not None and context.critic_grid_url is not None
     ranks, board = join_group("critic", config)
     critic, vocab_size = build_critic(config, context)
+    critic.to(local_device(config))
     check_model(critic.backbone, vocab_size, config, ranks, critic.head.weight)
     scorer = Scorer(critic, ranks, board, seq_len=config.value.model.seq_len)
     server = None

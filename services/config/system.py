@@ -35,7 +35,7 @@ class DeploymentConfig(Section):
     num_value_gpus: int = Field(default=1, ge=1)
     num_inference_gpus: int = Field(default=1, ge=1)
     device: Literal["cpu", "cuda"] = "cpu"
-    """"cpu" uses gloo; "cuda" uses NCCL."""
+    """"cpu" computes on one core a rank; "cuda" on one GPU a rank, with gradients summed by NCCL."""
 
 
 class RuntimeConfig(Section):

@@ -27,10 +27,19 @@ def join_group(role: str, config: Config) -> tuple[Ranks, StatusBoard]:
     """Join the torchrun group and make its status board, with every rank's pid on it."""
     if config.deployment.device == "cpu":
         torch.set_num_threads(1)
-    ranks = Ranks.join(deadline_s=config.runtime.collective_deadline_s)
+    ranks = Ranks.join(deadline_s=config.runtime.collective_deadline_s, device=config.deployment.device)
     board = StatusBoard(role)
     board.progress(pids=[row[0] for row in ranks.gather_ints([os.getpid()])])
     return ranks, board
+
+
+def local_device(config: Config) -> torch.device:
+    """Where this rank's model lives: the CPU, or the GPU of its local rank."""
+    if config.deployment.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def check_model(backbone: nn.Module, vocab_size: int, config: Config, ranks: Ranks, fingerprint: torch.Tensor) -> None:

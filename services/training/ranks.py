@@ -29,9 +29,10 @@ class Ranks:
         self._deadline_s = deadline_s
 
     @staticmethod
-    def join(*, deadline_s: float) -> Ranks:
-        """Join the group that torchrun's environment describes."""
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=deadline_s))
+    def join(*, deadline_s: float, device: str = "cpu") -> Ranks:
+        """Join the group that torchrun's environment describes; gradients on CUDA travel by NCCL, all else by gloo."""
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=deadline_s))
         return Ranks(dist.get_rank(), dist.get_world_size(), deadline_s=deadline_s)
 
     def close(self) -> None:

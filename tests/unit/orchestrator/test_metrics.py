@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.metrics import Metrics, rollout_row, trace_row, versions_of
+from orchestrator.metrics import JsonLines, Metrics, rollout_row, trace_row, versions_of
 from orchestrator.producer import Group, samples_of
 from services.wire.samples import StopReason
 from tests.rollouts import make_trace
@@ -74,3 +74,10 @@ def test_a_trace_is_written_with_all_that_trains(scored: bool) -> None:
     assert row["action_mask"] == [0, 0, 1, 1, 1, 1] and row["version_spans"] == [[2, 4, 1], [4, 6, 2]]
     assert (row["values"] is not None) == scored and row["returns"] is None
     assert row["critic_step"] == (7 if scored else -1)
+
+
+def test_a_full_disk_is_warned_about_and_stops_nothing(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "missing" / "metrics.jsonl")
+    lines.write({"step": 0})
+    lines.write({"step": 1})
+    assert not (tmp_path / "missing").exists()
