@@ -48,9 +48,7 @@ class Publisher:
         self._expected_since: dict[int, float] = {}
         self._changed = asyncio.Event()
         self._expecting = asyncio.Event()
-        self._snapshots: list[Path] = []
         self.version = 0
-        self.update_s = 0.0
 
     def expect(self, version: int) -> None:
         """A grid that makes `version` has been delivered."""
@@ -82,17 +80,16 @@ class Publisher:
         await asyncio.gather(
             *(e.update_weights(path, version, deadline_s=self._update_deadline_s) for e in self._engines)
         )
-        self.update_s = time.monotonic() - started
-        logger.info("engines serve version {} ({:.2f} s)", version, self.update_s)
+        update_s = time.monotonic() - started
+        logger.info("engines serve version {} ({:.2f} s)", version, update_s)
         for passed in range(self.version + 1, version + 1):
-            self._on_version(passed, rows.get(str(passed - 1), {}))
+            self._on_version(passed, rows.get(str(passed - 1), {}) | {"time/update_s": update_s})
             self._expected_since.pop(passed, None)
         self.version = version
         if not self._expected_since:
             self._expecting.clear()
-        self._snapshots.append(path)
-        for old in self._snapshots[: -self._keep]:
+        served = [folder for folder in sorted(path.parent.glob("v*")) if folder.name <= path.name]
+        for old in served[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
-        self._snapshots = self._snapshots[-self._keep :]
         self._changed.set()
         self._on_engines()
