@@ -132,14 +132,14 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted(SEEDS), help="one algorithm")
     parser.add_argument("--seeds", type=int, help="how many seeds (default: 5 for sao, 3 for the others)")
     args = parser.parse_args()
-    lines: list[str] = []
-    for algorithm in [args.only] if args.only else list(SEEDS):
-        for seed in SEEDS[algorithm][: args.seeds]:
-            for control in (False, True):
-                outcome = carry_out(algorithm, seed, control)
-                lines.append(row_of(algorithm, seed, control, outcome))
-                print(lines[-1], flush=True)
-                write(lines)
+    algorithms = [args.only] if args.only else list(SEEDS)
+    jobs = [(a, seed, control) for a in algorithms for seed in SEEDS[a][: args.seeds] for control in (False, True)]
+    outcomes: dict[tuple[str, int, bool], Outcome] = {}
+    # what learns comes first, with one control each; the other controls say the same again
+    for job in sorted(jobs, key=lambda job: job[2] and job[1] != SEEDS[job[0]][0]):
+        outcomes[job] = carry_out(*job)
+        print(row_of(*job, outcomes[job]), flush=True)
+        write([row_of(*job, outcomes[job]) for job in jobs if job in outcomes])
 
 
 if __name__ == "__main__":

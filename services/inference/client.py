@@ -31,7 +31,7 @@ from services.wire.samples import VersionSpan
 T = TypeVar("T")
 
 MODEL_NAME = "policy"
-RESUME_DEADLINE_S = 10.0
+RESUME_DEADLINE_S = 5.0
 """An engine is resumed after a failed update, within this."""
 DRAIN_DEADLINE_S = 2.0
 """Requests still open this long after an aborting pause reached the engine after it: they are taken back."""
@@ -195,22 +195,23 @@ class EngineClient:
             if mode == "abort":
                 self._may_send.clear()
             try:
-                await self._request("POST", f"/pause?mode={mode}&clear_cache={clear_cache}")
+                await self._retried("POST", f"/pause?mode={mode}&clear_cache={clear_cache}")
                 if mode == "abort":
                     await self._take_back_open_requests()
                 kwargs = {"path": str(path), "version": str(version)}
-                await self._request("POST", "/collective_rpc", {"method": "load_snapshot", "kwargs": kwargs})
+                await self._retried("POST", "/collective_rpc", {"method": "load_snapshot", "kwargs": kwargs})
                 if self._tells_versions:
-                    await self._request("POST", "/update_weight_version", {"new_version": f"v{version}"})
+                    await self._retried("POST", "/update_weight_version", {"new_version": f"v{version}"})
                 self.version = version
             except BaseException:
-                # The first error is the one to tell; an engine left paused would hang every rollout.
+                # The first error is the one to tell; an engine left paused would hang every rollout. vLLM drops the
+                # connection after an error of its own, so even this takes more than one attempt.
                 with contextlib.suppress(CounterpointError, TimeoutError):
                     async with asyncio.timeout(RESUME_DEADLINE_S):
-                        await self._request("POST", "/resume")
+                        await self._retried("POST", "/resume")
                 raise
             else:
-                await self._request("POST", "/resume")
+                await self._retried("POST", "/resume")
             finally:
                 self._may_send.set()
 
@@ -308,12 +309,12 @@ class EngineClient:
 
     # ---- HTTP ----------------------------------------------------------------------------------------------------
 
-    async def _retried(self, method: str, path: str) -> bytes:
+    async def _retried(self, method: str, path: str, body: Any = None) -> bytes:
         """A request repeated until it gets an answer other than 503; the caller holds the deadline."""
         delay_s = _RETRY_FIRST_S
         while True:
             try:
-                return await self._request(method, path)
+                return await self._request(method, path, body)
             except _Unavailable:
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _RETRY_MAX_S)

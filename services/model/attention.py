@@ -20,6 +20,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from services.wire.errors import ConfigError
+
 IMPLEMENTATION = "counterpoint"
 
 
@@ -176,7 +178,7 @@ def _attention(
     if attention_mask is not None:
         raise ValueError("packed attention takes no attention_mask: the layout says what is visible")
     if kwargs.get("s_aux") is not None:
-        raise ValueError("attention sinks (s_aux) are not supported")
+        raise ConfigError([f"model.path: {type(module).__name__} has attention sinks, which are not supported"])
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if kv_slots is not None:
         return kv_slots.attend(module, query, key, value, scale, sliding_window=sliding_window, softcap=softcap), None

@@ -172,6 +172,23 @@ async def test_a_500_during_an_update_is_raised_at_once_resumes_and_the_next_upd
         assert client.version == 4
 
 
+async def test_an_engine_that_drops_the_connection_after_its_error_is_resumed_all_the_same() -> None:
+    """vLLM does: left paused, it would hang every rollout."""
+    resumes: list[bool] = []
+
+    def drop_first(request: web.Request) -> dict:
+        resumes.append(True)
+        if len(resumes) == 1:
+            assert request.transport is not None
+            request.transport.close()
+        return {}
+
+    async with engine(collective_rpc=lambda _: web.Response(status=500, text="boom"), resume=drop_first) as client:
+        with pytest.raises(DependencyLost, match="boom"):
+            await client.update_weights("/x", 4, deadline_s=60)
+    assert len(resumes) == 2
+
+
 async def test_an_update_speaks_in_this_order() -> None:
     async with engine() as client:
         await client.wait_ready(5)
