@@ -102,7 +102,8 @@ def row_of(algorithm: str, seed: int, control: bool, outcome: Outcome) -> str:
     before, after = outcome.accuracy
     return (
         f"| {algorithm} | {seed} | {'control, lr 0' if control else ''} | {outcome.first:.3f} | {outcome.last:.3f} "
-        f"| {outcome.gain:+.3f} | {variance} | {before:.2f} -> {after:.2f} | {outcome.staleness:.2f} | {outcome.seconds:.0f} |"
+        f"| {outcome.gain:+.3f} | {variance} | {before:.2f} -> {after:.2f} | {outcome.staleness:.2f} "
+        f"| {outcome.seconds:.0f} |"
     )
 
 

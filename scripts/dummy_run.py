@@ -135,7 +135,8 @@ async def sparse(stage: Stage) -> list[Finding]:
 
 
 async def burst(stage: Stage) -> list[Finding]:
-    requests = [stage.mixed(3) for _ in range(NUM_BURST)]
+    short = max(2, stage.max_tokens // 8)  # several requests fit one bin, whatever the number of ranks
+    requests = [stage.branches(stage.rng.integers(1, short + 1, size=2).tolist()) for _ in range(NUM_BURST)]
     before = (await stage.critic.status()).num_forwards
     started = time.monotonic()
     replies = await asyncio.gather(*(stage.score(branches) for branches in requests))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from services.model.load import load_causal_lm
 from services.model.selftest import check_packing
@@ -27,10 +29,17 @@ def test_layers_that_cannot_be_packed_are_a_configuration_error(name: str, tmp_p
     assert caught.value.exit_code == 78
 
 
+def one_sequence(module, query, key, value, attention_mask, scaling=None, **_):
+    """An attention that takes the whole row for one sequence, as a plain fused kernel does."""
+    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
 def test_a_model_whose_attention_was_swapped_is_refused(tmp_path: Path) -> None:
-    """Transformers' own attention takes the row for one sequence."""
+    AttentionInterface.register("one_sequence", one_sequence)
+    AttentionMaskInterface.register("one_sequence", lambda *_, **__: None)
     model = build(tmp_path, "llama")
-    model.config._attn_implementation = "sdpa"
+    model.config._attn_implementation = "one_sequence"
     with pytest.raises(ConfigError, match="cannot be packed"):
         check_packing(model.base_model, VOCABULARY)
 

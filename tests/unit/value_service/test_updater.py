@@ -1,0 +1,164 @@
+"""One critic step: K updates on fixed targets, metrics of the first forward, nothing where nothing trains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from services.config.train import ValueConfig
+from services.model.attention import PackedLayout
+from services.model.head import Critic, values_before_tokens
+from services.packing.grid import build_grid
+from services.training.ranks import Ranks
+from services.wire.codec import digest_arrays
+from services.wire.errors import ContractError
+from services.wire.grids import GridItem
+from services.wire.samples import TrainingSample
+from tests.architectures import VOCABULARY, build
+from tests.samples import make_sample
+from value_service.updater import Updater
+
+
+@pytest.fixture
+def model(tmp_path) -> PreTrainedModel:
+    return build(tmp_path, "qwen3")
+
+
+def critic_of(model: PreTrainedModel, init_std: float = 0.1) -> Critic:
+    return Critic(model, head_init_std=init_std, seed=2)
+
+
+def updater_of(critic: Critic, **settings) -> Updater:
+    config = {"optim": {"lr": 1e-2}, "updates_per_batch": 2} | settings
+    return Updater(critic, Ranks(), ValueConfig.model_validate(config))
+
+
+def samples() -> list[TrainingSample]:
+    """Two turns with an observation between, and a single turn; targets of 1 and 0."""
+    out = [
+        make_sample([1, 1, 0, 0, 1], values=[0.5, 0.4, 9, 9, 0.2], trace_id="t0", prompt=3),
+        make_sample([1] * 6, values=[0.1] * 6, trace_id="t1", prompt=2, reward=0.0),
+    ]
+    rng = np.random.default_rng(0)
+    for number, sample in enumerate(out):
+        sample.branch.token_ids = rng.integers(3, VOCABULARY, sample.num_tokens).astype(np.uint32)
+        sample.returns = np.where(sample.branch.action_mask, 1.0 - number, 0.0)
+    return out
+
+
+def grid(rows: list[TrainingSample], *, loss_name: str = "mse", temperature: float = 1.0) -> GridItem:
+    (item,) = build_grid(
+        rows,
+        stream="critic",
+        seq_len=32,
+        num_data_ranks=1,
+        run_id="run",
+        epoch=1,
+        step=0,
+        policy_version=0,
+        temperature=temperature,
+        loss_name=loss_name,
+        loss_constants={},
+    )
+    return item
+
+
+def weights(critic: Critic) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in critic.state_dict().items()}
+
+
+def moved(before: dict[str, torch.Tensor], critic: Critic) -> set[str]:
+    return {name for name, tensor in critic.state_dict().items() if not torch.equal(tensor, before[name])}
+
+
+def test_one_step_changes_the_head_and_the_backbone(model: PreTrainedModel) -> None:
+    """B30: a critic whose values were detached would train nothing."""
+    critic = critic_of(model)
+    before = weights(critic)
+    updater_of(critic).train(grid(samples()))
+    names = moved(before, critic)
+    assert {"head.weight", "head.bias"} <= names
+    assert {name for name in before if "layers" in name} <= names
+
+
+def test_a_zero_head_learns_in_the_first_update_and_the_backbone_in_the_second(model: PreTrainedModel) -> None:
+    """A zero head passes no gradient down: with it, the first update can only move the head itself."""
+    critic = critic_of(model, init_std=0.0)
+    before = weights(critic)
+    updater_of(critic, updates_per_batch=1).train(grid(samples()))
+    assert moved(before, critic) == {"head.weight", "head.bias"}
+    updater_of(critic, updates_per_batch=1).train(grid(samples()))
+    assert any("layers" in name for name in moved(before, critic))
+
+
+def test_k_updates_are_taken_and_the_targets_stay_as_they_were_sent(model: PreTrainedModel) -> None:
+    """B31."""
+    updater, item = updater_of(critic_of(model), updates_per_batch=5), grid(samples())
+    digest = digest_arrays(item.arrays)
+    row = updater.train(item)
+    assert row["value/updates"] == updater.optimizer.num_updates == 5
+    assert digest_arrays(item.arrays) == digest == item.header.digest
+
+
+def test_loss_and_explained_variance_are_those_before_the_first_update(model: PreTrainedModel) -> None:
+    critic, rows = critic_of(model), samples()
+    masks = [torch.from_numpy(sample.branch.action_mask) for sample in rows]
+    errors, targets = [], []
+    for sample, mask in zip(rows, masks, strict=True):
+        ids = torch.from_numpy(sample.branch.token_ids.astype(np.int64))
+        with torch.no_grad():
+            values, _ = values_before_tokens(critic(ids, PackedLayout.of([len(ids)])), torch.tensor([len(ids)]))
+        targets.append(torch.tensor(sample.returns)[mask])
+        errors.append(targets[-1] - values[mask].double())
+    error, target = torch.cat(errors), torch.cat(targets)
+    row = updater_of(critic, updates_per_batch=4).train(grid(rows))
+    assert row["value/loss"] == pytest.approx(float(0.5 * error.square().mean()), rel=1e-5)
+    expected = 1 - float(error.var(correction=0) / target.var(correction=0))
+    assert row["value/explained_variance"] == pytest.approx(expected, rel=1e-4)
+    assert row["value/return_mean"] == pytest.approx(float(target.mean()), rel=1e-6)
+
+
+def test_the_fit_at_scoring_is_that_of_the_values_that_were_sent(model: PreTrainedModel) -> None:
+    rows = samples()
+    for sample in rows:
+        assert sample.returns is not None
+        sample.values = np.where(sample.branch.action_mask, 0.5 * sample.returns, 7.0)
+    row = updater_of(critic_of(model)).train(grid(rows))
+    assert row["value/explained_variance_at_scoring"] == pytest.approx(0.75)
+
+
+def test_values_do_not_depend_on_the_sampling_temperature(model: PreTrainedModel) -> None:
+    """B05: the header's temperature is the policy's."""
+    rows = [updater_of(critic_of(model), optim={"lr": 0.0}).train(grid(samples(), temperature=t)) for t in (1.0, 0.5)]
+    assert rows[0] == rows[1]
+
+
+def test_a_batch_without_a_loss_token_takes_no_step(model: PreTrainedModel) -> None:
+    rows = samples()
+    for sample in rows:
+        sample.branch.loss_mask[:] = False
+    critic = critic_of(model)
+    before = weights(critic)
+    updater = updater_of(critic)
+    row = updater.train(grid(rows))
+    assert row["value/empty_batch"] == 1 and row["value/nonfinite"] == 0 and "value/loss" not in row
+    assert updater.optimizer.num_updates == 0 and moved(before, critic) == set()
+
+
+def test_an_unknown_loss_stops_training_before_anything_moved(model: PreTrainedModel) -> None:
+    critic = critic_of(model)
+    before = weights(critic)
+    with pytest.raises(ContractError, match="unknown value loss 'huber'"):
+        updater_of(critic).train(grid(samples(), loss_name="huber"))
+    assert moved(before, critic) == set()
+
+
+def test_a_critic_that_went_bad_is_counted_and_not_trained(model: PreTrainedModel) -> None:
+    critic = critic_of(model)
+    with torch.no_grad():
+        critic.head.bias.fill_(float("inf"))
+    before = weights(critic)
+    row = updater_of(critic).train(grid(samples()))
+    assert row["value/nonfinite"] == 2 and moved(before, critic) == set()
