@@ -16,14 +16,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
@@ -44,7 +46,7 @@ from services.runtime.ports import is_free
 from services.runtime.roots import project_root
 from services.transport.grid_sender import GridSender
 from services.transport.score_client import ScoreClient
-from services.wire.errors import EXIT_BUG, EXIT_DONE, ConfigError, CounterpointError
+from services.wire.errors import EXIT_BUG, EXIT_DONE, ConfigError, CounterpointError, DependencyLost
 from services.wire.grids import GridItem
 from services.wire.messages import ScoreReply
 from services.wire.samples import Branch, StopReason, TrainingSample, VersionSpan
@@ -222,7 +224,7 @@ async def once_each(stage: Stage) -> list[Finding]:
     return findings
 
 
-CHECKS: list[tuple[str, Callable[[Stage], Awaitable[list[Finding]]]]] = [
+CHECKS: list[tuple[str, Callable[[Stage], Coroutine[Any, Any, list[Finding]]]]] = [
     ("looking at the processes", processes),
     ("sparse scoring", sparse),
     ("a burst of scoring", burst),
@@ -305,11 +307,11 @@ def grid(stage: Stage, stream, seq_len: int, num_data_ranks: int, loss: str, con
 
 
 def layout_finding(stream: str, items: list[GridItem]) -> Finding:
-    """Equal micro-batch counts on all ranks; with several ranks some get fewer samples, filled by dummies."""
+    """Equal micro-batch counts on all ranks; the critic's grid is made so that some of several ranks need dummies."""
     counts = [item.arrays["sample_counts"].tolist() for item in items]
     num_dummies = sum(row.count(0) for row in counts)
     samples = [sum(row) for row in counts]
-    ok = len({len(row) for row in counts}) == 1 and (len(items) == 1 or num_dummies > 0)
+    ok = len({len(row) for row in counts}) == 1 and (stream != "critic" or len(items) == 1 or num_dummies > 0)
     detail = f"micro-batches {len(counts[0])}, samples by rank {samples}, dummies {num_dummies}"
     return Finding(f"{stream} grid", ok, detail)
 
@@ -344,7 +346,7 @@ async def perform(run: PartialRun, config: Config, console: Console) -> list[Fin
         try:
             for what, function in CHECKS:
                 with progress(console, what):
-                    findings += await timed(what, function(stage))
+                    findings += await timed(what, while_all_live(run, function(stage)))
                 if not all(finding.ok for finding in findings):
                     break
         finally:
@@ -352,6 +354,22 @@ async def perform(run: PartialRun, config: Config, console: Console) -> list[Fin
                 await sender.close()
             await scorer.close()
     return findings
+
+
+async def while_all_live(run: PartialRun, check: Coroutine[Any, Any, list[Finding]]) -> list[Finding]:
+    """Findings of a check, or at once the name of the process that ended meanwhile."""
+
+    async def watch() -> list[Finding]:
+        while (failure := run.failure()) is None:
+            await asyncio.sleep(0.5)
+        raise DependencyLost(failure)
+
+    tasks = [asyncio.create_task(check), asyncio.create_task(watch())]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return await done.pop()
 
 
 async def timed(what: str, check: Awaitable[list[Finding]]) -> list[Finding]:
@@ -387,7 +405,7 @@ def dry_run(config: Config, console: Console) -> list[Finding]:
         stopped = time.monotonic()
     took_s = time.monotonic() - stopped
     run_dir = run.plan.context.run_dir
-    failures = [f"{record.name}: {record.cause}" for record in read_failures(run_dir)]
+    failures = [f"{record.name} failed" for record in read_failures(run_dir)]
     left = [f"{name} killed" for name in run.killed] + failures + left_behind(run)
     findings.append(Finding("everything has ended by itself", not left, "; ".join(left) or "nothing is left", took_s))
     return findings
@@ -421,7 +439,9 @@ def show(findings: list[Finding], console: Console) -> None:
     table.columns[3].justify = "right"
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]FAILED[/]"
-        table.add_row(mark, finding.name, finding.detail, f"{finding.took_s:.1f}" if finding.took_s else "")
+        table.add_row(
+            mark, escape(finding.name), escape(finding.detail), f"{finding.took_s:.1f}" if finding.took_s else ""
+        )
     console.print(table)
 
 

@@ -88,6 +88,9 @@ def _critic(config: Config) -> Iterator[Finding]:
     if not algorithm.needs_value and config.value is not None:
         fix = "delete [value] or choose algorithm.type = sao or ppo"
         yield Finding(("value",), f"{algorithm.type} has no use for a critic", fix, (("algorithm", "type"),))
+    if not algorithm.needs_value and algorithm.truncation == "bootstrap":
+        what = f"{algorithm.type} has no critic to bootstrap a cut trace from"
+        yield Finding(("algorithm", "truncation"), what, 'delete it, or give "terminal"', (("algorithm", "type"),))
 
 
 def _value_gpus_without_value(config: Config, layers: Layers) -> Iterator[Finding]:

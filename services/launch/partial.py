@@ -36,8 +36,18 @@ class PartialRun:
     """What `partial_run` started."""
 
     plan: Plan
+    processes: list[ProcessPlan]
+    fleet: Fleet
     killed: list[str] = field(default_factory=list)
     """Once the block is left: processes that did not end by themselves within the grace time."""
+
+    def failure(self) -> str | None:
+        """Which process has ended or failed, and why; None while all are at work."""
+        exits = self.fleet.exits()
+        blame = find_blame(self.plan.context.run_dir, self.processes, exits)
+        if blame is not None and (exits or blame.is_primary):
+            return str(blame)
+        return f"{', '.join(exits)} has ended" if exits else None
 
 
 @contextmanager
@@ -78,29 +88,25 @@ def partial_run(
         ports = fixed | reservation.ports
         layout = plan(config, ports, run_dir=run_dir, run_id=run_id, epoch=1, model=model, site=site)
         write_context(layout.context)
-        run = PartialRun(layout)
-        fleet = Fleet(run_dir, run_id)
         wanted = set(names)
+        processes = [process for process in layout.processes if process.name in wanted]
+        run = PartialRun(layout, processes, Fleet(run_dir, run_id))
         try:
-            processes = [process for process in layout.processes if process.name in wanted]
             for process in processes:
-                fleet.start(process)
-            _wait_ready(fleet, run_dir, processes, config.runtime.startup_deadline_s, on_wait)
+                run.fleet.start(process)
+            _wait_ready(run, config.runtime.startup_deadline_s, on_wait)
             yield run
         finally:
-            run.killed = fleet.stop(config.runtime.shutdown_grace_s, lambda: False)
+            run.killed = run.fleet.stop(config.runtime.shutdown_grace_s, lambda: False)
 
 
-def _wait_ready(
-    fleet: Fleet, run_dir: Path, processes: list[ProcessPlan], deadline_s: float, on_wait: Callable[[list[str]], None]
-) -> None:
+def _wait_ready(run: PartialRun, deadline_s: float, on_wait: Callable[[list[str]], None]) -> None:
     ends = time.monotonic() + deadline_s
-    waiting = processes
+    waiting = run.processes
     while waiting := [process for process in waiting if not _answers(process.ready_url)]:
-        exits = fleet.exits()
-        if exits:
-            blame = find_blame(run_dir, processes, exits)
-            raise DependencyLost(str(blame) if blame else f"{', '.join(exits)} ended before it was ready")
+        failure = run.failure()
+        if failure is not None:
+            raise DependencyLost(failure)
         if time.monotonic() > ends:
             raise DeadlineExceeded(f"{', '.join(process.name for process in waiting)} to be ready", deadline_s)
         on_wait([process.name for process in waiting])

@@ -139,6 +139,9 @@ def validate_branch(branch: Branch) -> None:
         array = getattr(branch, name)
         if array is not None and len(array) != num_tokens:
             raise ContractError(f"{name} has {len(array)} entries for {num_tokens} tokens")
+    for name in ("action_mask", "loss_mask"):
+        if getattr(branch, name).dtype != np.bool_:
+            raise ContractError(f"{name} is {getattr(branch, name).dtype}, not bool")
     if branch.action_mask[0]:
         raise ContractError("action_mask[0] is true: the first token has no state before it")
     if bool((branch.loss_mask & ~branch.action_mask).any()):

@@ -224,6 +224,12 @@ def test_a_group_too_small_for_the_algorithm_is_refused(tmp_path):
     assert problem.startswith("command line: orchestrator.group_size: 1 is too small for grpo; fix: give at least 2")
 
 
+def test_bootstrapping_a_cut_trace_needs_a_critic(tmp_path):
+    settings = [("algorithm.type", "grpo"), ("value", "none"), ("orchestrator.group_size", "4")]
+    problem = only_problem(write(tmp_path, GOOD), *settings, ("algorithm.truncation", "bootstrap"))
+    assert "algorithm.truncation: grpo has no critic to bootstrap" in problem and "fix: " in problem
+
+
 def test_value_gpus_without_a_critic_are_refused(tmp_path):
     path = write(tmp_path, GOOD + "[deployment]\nnum_value_gpus = 2\n")
     settings = [("algorithm.type", "grpo"), ("value", "none"), ("orchestrator.group_size", "4")]
