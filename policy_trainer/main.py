@@ -19,9 +19,9 @@ def run(run_dir: Path) -> None:
     stop = install_stop_handlers()
     config, context = load_run(run_dir)
     ranks, board = join_group("policy", config)
-    model = load_causal_lm(context.model_dir, init=context.model_init, seed=config.seed, dtype=config.model.dtype)
+    model = load_causal_lm(context.model_dir, init=context.model_init, seed=config.seed)
     model.to(local_device(config))  # pyright: ignore[reportArgumentType]
-    check_model(model.base_model, model.config.vocab_size, config, ranks, next(model.parameters()))
+    check_model(model.base_model, model.config.vocab_size, ranks, next(model.parameters()))
     trainer = PolicyTrainer(
         model,
         ranks,

@@ -21,7 +21,7 @@ from value_service.updater import Updater
 def build_critic(config: Config, context: RunContext) -> tuple[Critic, int]:
     """The critic on the policy's initial backbone, and the vocabulary size."""
     assert config.value is not None
-    model = load_causal_lm(context.model_dir, init=context.model_init, seed=config.seed, dtype=config.model.dtype)
+    model = load_causal_lm(context.model_dir, init=context.model_init, seed=config.seed)
     return Critic(model, head_init_std=config.value.head.init_std, seed=config.seed), model.config.vocab_size
 
 
@@ -33,7 +33,7 @@ def run(run_dir: Path) -> None:
     ranks, board = join_group("critic", config)
     critic, vocab_size = build_critic(config, context)
     critic.to(local_device(config))
-    check_model(critic.backbone, vocab_size, config, ranks, critic.head.weight)
+    check_model(critic.backbone, vocab_size, ranks, critic.head.weight)
     scorer = Scorer(critic, ranks, board, seq_len=config.value.model.seq_len)
     server = None
     if ranks.rank == 0:

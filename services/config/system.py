@@ -26,6 +26,7 @@ class ModelConfig(Section):
     path: str
     """A Hugging Face folder; `tiny:TASK` (made and warm-started on first use); `dummy:CONFIG_DIR` (random weights)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """The inference engine's type. Policy and critic keep and compute float32."""
 
 
 class DeploymentConfig(Section):

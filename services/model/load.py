@@ -41,8 +41,8 @@ def load_causal_lm(
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(
-                    config, attn_implementation=IMPLEMENTATION, dtype=DTYPES[dtype]
-                )
+                    config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
+                ).to(DTYPES[dtype])  # the same numbers whatever the type, but for rounding
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 path, attn_implementation=IMPLEMENTATION, dtype=DTYPES[dtype], local_files_only=True

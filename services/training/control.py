@@ -68,7 +68,6 @@ class ServerThread:
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self._server.install_signal_handlers = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
         self.loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)

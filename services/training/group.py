@@ -21,9 +21,10 @@ from loguru import logger
 from services.config.system import RuntimeConfig
 from services.training.board import StatusBoard
 from services.training.optimizer import Optimizer
+from services.training.preflight import DIGEST_HEX_DIGITS, Held, agree
 from services.training.ranks import Ranks
 from services.transport.grid_receiver import GridReceiver
-from services.wire.errors import DeadlineExceeded, PreflightError
+from services.wire.errors import DeadlineExceeded
 from services.wire.grids import GridItem
 
 POLL_S = 0.002
@@ -130,53 +131,39 @@ class TrainGroup:
 
     def _train(self, step: int) -> None:
         self._board.enter("training")
-        item = self._agree(step)
+        item, num_tokens = self._take(step)
         started = time.monotonic()
         row = self._trainer.train(item)
         row["time/train_s"] = time.monotonic() - started
-        self._board.add(num_trained_tokens=len(item.arrays["token_ids"]))
+        self._board.add(num_trained_tokens=num_tokens)
         self._board.enter("publishing")
         self._trainer.after_step(step)
         self._board.add_row(step, row)
         self._board.progress(steps_done=step + 1, updates_done=self._trainer.optimizer.num_updates)
 
-    def _agree(self, step: int) -> GridItem:
-        """Take this rank's item and check with the others that all hold the same grid."""
+    def _take(self, step: int) -> tuple[GridItem, int]:
+        """This rank's item, and the tokens of the whole grid, once all ranks hold the same one."""
         item = None
         try:
             item = self._receiver.take(step, deadline_s=self._runtime.collective_deadline_s / 2)
-        except DeadlineExceeded:
+        except DeadlineExceeded:  # the agreement tells every rank
             logger.error("rank {} has no item for step {}", self._ranks.rank, step)
-        mine = [0] * 5
-        if item is not None:
-            header = item.header
-            num_micro_batches = sum(m.num_micro_batches for m in header.mini_batches)
-            mine = [1, header.epoch, header.step, num_micro_batches, int(header.grid_digest[:15], 16)]
-        rows = self._ranks.gather_ints(
-            [*mine, item.header.data_rank if item else -1, int(item.header.digest[:15], 16) if item else 0]
-        )
-        missing = [rank for rank, row in enumerate(rows) if not row[0]]
-        if missing:
-            raise PreflightError(f"step {step}: rank(s) {missing} received no grid item in time")
-        for name, column in (("epoch", 1), ("step", 2), ("number of micro-batches", 3), ("grid digest", 4)):
-            values = [row[column] for row in rows]
-            if len(set(values)) > 1:
-                raise PreflightError(f"step {step}: ranks disagree about the {name}: {values}")
+        held = agree(step, item, self._ranks)
         assert item is not None
         if self._ranks.rank == 0:
-            self._write_ledger(step, rows)
-        return item
+            self._write_ledger(held)
+        return item, sum(other.num_tokens for other in held)
 
-    def _write_ledger(self, step: int, rows: list[list[int]]) -> None:
+    def _write_ledger(self, held: list[Held]) -> None:
         pids = self._board.snapshot().pids
         with self._ledger.open("ab") as file:
-            for rank, row in enumerate(rows):
+            for rank, (pid, other) in enumerate(zip(pids, held, strict=True)):
                 entry = {
-                    "step": step,
+                    "step": other.step,
                     "rank": rank,
-                    "pid": pids[rank],
-                    "epoch": row[1],
-                    "data_rank": row[5],
-                    "item": f"{row[6]:015x}",
+                    "pid": pid,
+                    "epoch": other.epoch,
+                    "data_rank": other.data_rank,
+                    "item": f"{other.item_digest:0{DIGEST_HEX_DIGITS}x}",
                 }
                 file.write(msgspec.json.encode(entry) + b"\n")

@@ -10,6 +10,7 @@ import functools
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,9 @@ from services.model.head import Critic
 from services.model.load import load_causal_lm
 from services.packing.grid import build_grid
 from services.training.board import StatusBoard
+from services.training.preflight import agree
 from services.training.ranks import Ranks
+from services.wire.errors import PreflightError
 from services.wire.grids import GridItem
 from services.wire.samples import Branch, StopReason, TrainingSample, VersionSpan
 from value_service.updater import Updater
@@ -132,6 +135,25 @@ def reference_gradients(model_dir: str) -> dict[str, dict[str, torch.Tensor]]:
     return {"policy": gradients(policy), "critic": critic_grads}
 
 
+def preflight_messages(model_dir: str, ranks: Ranks) -> dict[str, list[str]]:
+    """What each rank is told when the last rank is starved, holds another step, another grid, or another's item."""
+    own = grid(model_dir, "critic", ranks.size, "mse", {})
+    mine = own[ranks.rank]
+    is_last = ranks.rank == ranks.size - 1
+    later = GridItem(msgspec.structs.replace(mine.header, step=1), mine.arrays)
+    foreign = GridItem(msgspec.structs.replace(mine.header, grid_digest="f" * 64), mine.arrays)
+    cases = {"starved": None, "step": later, "grid": foreign, "swapped": own[0], "agreed": mine}
+    told: dict[str, list[str]] = {}
+    for name, other in cases.items():
+        try:
+            agree(0, other if is_last else mine, ranks)
+            message = ""
+        except PreflightError as error:
+            message = str(error)
+        told[name] = [reply.decode() for reply in ranks.gather_bytes(message.encode())]
+    return told
+
+
 def main() -> None:
     model_dir, out = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -140,7 +162,9 @@ def main() -> None:
         "critic": {"group": critic_gradient(model_dir, ranks)},
         "policy": {"group": policy_gradient(model_dir, ranks)},
     }
+    told = preflight_messages(model_dir, ranks)
     if ranks.rank == 0:
+        out.with_suffix(".json").write_bytes(msgspec.json.encode(told))
         result["critic"]["alone"] = critic_gradient(model_dir, Ranks())
         result["policy"]["alone"] = policy_gradient(model_dir, Ranks())
         for role, reference in reference_gradients(model_dir).items():

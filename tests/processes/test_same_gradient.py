@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def gradients(request, tiny_model: Path, tmp_path_factory) -> dict:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(out, weights_only=True)
+    return torch.load(out, weights_only=True) | {"told": json.loads(out.with_suffix(".json").read_text())}
 
 
 @pytest.mark.parametrize("role", ["critic", "policy"])
@@ -43,3 +44,21 @@ def test_gradient_of_a_group_equals_one_process_and_a_float64_reference(gradient
 @pytest.mark.parametrize("role", ["critic", "policy"])
 def test_every_parameter_has_a_gradient(gradients: dict, role: str) -> None:
     assert all(gradient.norm() > 0 for gradient in gradients[role]["group"].values())
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("starved", "received no grid item"),
+        ("step", "disagree about step"),
+        ("grid", "disagree about grid_digest"),
+        ("swapped", "received another rank's item"),
+    ],
+)
+def test_ranks_that_hold_different_grids_are_all_told_alike(gradients: dict, case: str, said: str) -> None:
+    told = gradients["told"][case]
+    assert len(set(told)) == 1 and said in told[0] and len(told) > 1
+
+
+def test_ranks_that_hold_the_same_grid_go_on(gradients: dict) -> None:
+    assert set(gradients["told"]["agreed"]) == {""}
