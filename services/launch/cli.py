@@ -142,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", "train as a configuration says", RUN_HELP, _run, SETTINGS_HELP)
     run.add_argument("configs", nargs="+", metavar="CONFIG", help="TOML files, later ones win")
     run.add_argument("--overwrite", action="store_true", help="remove an earlier run in the same directory")
-    run.add_argument("--resume", action="store_true", help="continue from the last commit")
+    run.add_argument("--resume", action="store_true", help="continue from the last commit (not available yet)")
     run.add_argument("--dry-run", action="store_true", help="the same as `counterpoint plan`")
 
     plan = _command(commands, "plan", "show what would start", PLAN_HELP, _plan, SETTINGS_HELP)
