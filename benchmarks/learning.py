@@ -116,7 +116,7 @@ Reward is the sampled exact match on one-digit addition at temperature 1. "First
 and the last tenth of the steps; explained variance is the mean over the last tenth; accuracy is greedy, on all 100
 problems, before and after. Each run is a whole system: engine, orchestrator, policy trainer and (but for GRPO) value
 service, started by `counterpoint run configs/demo/ALGORITHM.toml --seed SEED`; a control adds
-`--policy.optim.lr 0 --value.optim.lr 0`.
+`--policy.optim.lr 0 --value.optim.lr 0`. Seconds are wall time, with whatever else the machine was doing.
 
 Command: `python -m benchmarks.learning`. Date: {time.strftime("%Y-%m-%d")}. Machine: {platform.machine()}, 2 cores,
 no accelerator. Python {platform.python_version()}, {packages}.
