@@ -183,7 +183,6 @@ def _torchrun(config: Config, num_ranks: int, module: str, run_dir: Path, site: 
         *("--nnodes", "1", "--nproc-per-node", str(num_ranks)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK),
         *("--max-restarts", "0"),
-        *("--shutdown-timeout", str(max(1, round(config.runtime.shutdown_grace_s)))),
         *("-m", module, "--run-dir", str(run_dir)),
     ]
 
