@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -14,10 +15,11 @@ from orchestrator.trainers import TrainClient
 from services.wire.errors import DependencyLost
 
 REFRESH_S = 1.0
+RATE_STEPS = 5
 
 
 class Telemetry:
-    """Rates are tokens since the last step over the wall time since then."""
+    """Rates are tokens over wall time, both of the last few steps: a trainer finishes between two counts or not."""
 
     def __init__(
         self,
@@ -36,8 +38,7 @@ class Telemetry:
         self._max_steps = max_steps
         self._phase = "starting"
         self._phase_since = time.monotonic()
-        self._counts: dict[str, int] = {}
-        self._counted_at = time.monotonic()
+        self._counts: deque[tuple[float, dict[str, int]]] = deque([(time.monotonic(), {})], maxlen=RATE_STEPS + 1)
         self._rates: dict[str, float] = {}
 
     def enter(self, phase: str) -> None:
@@ -45,7 +46,7 @@ class Telemetry:
         self._phase, self._phase_since = phase, time.monotonic()
 
     async def take_rates(self) -> dict[str, float]:
-        """`tokens_per_s/<process>` since the last call; asks the train groups now."""
+        """`tokens_per_s/<process>` over the last few calls; asks the train groups now."""
         for client in self._clients.values():
             await client.status()
         now = time.monotonic()
@@ -53,9 +54,9 @@ class Telemetry:
         for name, client in self._clients.items():
             if client.last is not None:
                 counts[name] = client.last.num_scored_tokens + client.last.num_trained_tokens
-        elapsed = max(now - self._counted_at, 1e-9)
-        self._rates = {name: (count - self._counts.get(name, 0)) / elapsed for name, count in counts.items()}
-        self._counts, self._counted_at = counts, now
+        then, before = self._counts[0]
+        self._rates = {name: (count - before.get(name, 0)) / max(now - then, 1e-9) for name, count in counts.items()}
+        self._counts.append((now, counts))
         return {f"tokens_per_s/{name}": rate for name, rate in self._rates.items()}
 
     async def run(self) -> None:
