@@ -14,18 +14,18 @@ import pytest
 from services.runtime.guard import descendants
 
 ROOT = Path(__file__).parents[4]
-GRANDCHILDREN = """
+GRANDCHILDREN = r"""
 import os, subprocess, sys, time
 # a grandchild in a session of its own, and one that has been orphaned on purpose
 a = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\n" % os.getpid())  # one write a line: two processes share the pipe
         time.sleep(600)
     os._exit(0)
 os.wait()
-print(a.pid, flush=True)
+os.write(1, b"%d\n" % a.pid)
 {then}
 """
 
