@@ -41,4 +41,4 @@ def test_every_span_is_what_its_snapshot_says(run: Finished) -> None:
             folder = run.dir / "weights" / f"v{version:06d}" if version else Path(run.context["model_dir"])
             own = full_logprobs(folder, trace["token_ids"][:end])[start - 1 : end - 1]
             assert np.abs(own - np.array(trace["logprobs"][start:end])).max() < 1e-4
-    assert {0, 1} <= seen
+    assert 0 in seen and len(seen) > 1
