@@ -167,6 +167,7 @@ class Orchestra:
             publisher=self._publisher,
             policy=self._policy,
             critic=self._critic,
+            scorer=self._scorer,
             policy_sender=self._policy_sender,
             critic_sender=self._critic_sender,
             evaluators=evaluators,

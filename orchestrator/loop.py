@@ -3,6 +3,7 @@
 Notable:
 - `critic_first`: the critic's grid is applied before the policy's is sent; the policy then trains while the next batch
   is already being rolled out, so generation runs at most `max_off_policy_steps` versions behind.
+- `value.refresh = "refreshed"`: between the two, the batch is scored again and its advantages follow the new values.
 - In critic-only steps the policy gets no grid and its version stays.
 - Step numbers of the policy's grids are its versions; the critic's are the run's steps.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from loguru import logger
 
@@ -20,12 +22,16 @@ from orchestrator.evaluate import Evaluator
 from orchestrator.metrics import JsonLines, Metrics, rollout_row, trace_row
 from orchestrator.producer import Group, Producer
 from orchestrator.publisher import Publisher
+from orchestrator.refresh import refresh_advantages
 from orchestrator.telemetry import Telemetry
 from orchestrator.trainers import TrainClient
 from services.config.context import RunContext
 from services.config.schema import Config
+from services.config.train import PackingConfig
+from services.packing.cost import cost_of_role
 from services.packing.grid import build_grid
 from services.transport.grid_sender import GridSender
+from services.transport.score_client import ScoreClient
 from services.wire.samples import Trace, TrainingSample
 
 
@@ -39,6 +45,7 @@ class Parts:
     publisher: Publisher
     policy: TrainClient
     critic: TrainClient | None
+    scorer: ScoreClient | None
     policy_sender: GridSender
     critic_sender: GridSender | None
     evaluators: list[Evaluator]
@@ -99,7 +106,7 @@ class Loop:
         for step in range(self._config.orchestrator.max_steps):
             groups = await self._collect(step)
             samples = self._credit(step, groups)
-            await self._train_critic(step, samples)
+            await self._train_critic(step, groups, samples)
             await self._train_policy(step, samples)
             await self._evaluate(step + 1, always=False)
         await self._parts.publisher.wait_for(self._clock.version_at(self._config.orchestrator.max_steps))
@@ -141,8 +148,8 @@ class Loop:
             self._parts.traces.write(trace_row(step, traces[sample.trace_id], sample))
         return samples
 
-    async def _train_critic(self, step: int, samples: list[TrainingSample]) -> None:
-        """Send the critic's grid and wait until its `/status` says the step is done."""
+    async def _train_critic(self, step: int, groups: list[Group], samples: list[TrainingSample]) -> None:
+        """Send the critic's grid, wait until its `/status` says the step is done, refresh advantages where asked to."""
         if self._parts.critic is None or self._parts.critic_sender is None:
             return
         value = self._config.value
@@ -156,12 +163,18 @@ class Loop:
             num_data_ranks=self._config.deployment.num_value_gpus,
             step=step,
             loss_name=value.loss.type,
-            loss_constants={},
+            loss_constants=value.loss.loss_constants(),
+            **self._balance(value.packing, has_vocabulary=False),
             **self._identity(step),
         )
         await self._parts.critic_sender.send(items, deadline_s=deadline_s)
         row = await self._parts.critic.wait_step(step, deadline_s=deadline_s)
-        self._parts.metrics.add("critic", step, row | {"time/critic_s": time.monotonic() - started})
+        row = row | {"time/critic_s": time.monotonic() - started}
+        if value.refresh == "refreshed" and step >= self._clock.critic_only_steps and self._parts.scorer is not None:
+            self._parts.telemetry.enter("refreshed values")
+            deadline_s = self._config.orchestrator.score_deadline_s
+            row |= await refresh_advantages(groups, self._parts.algorithm, self._parts.scorer, deadline_s=deadline_s)
+        self._parts.metrics.add("critic", step, row)
 
     async def _train_policy(self, step: int, samples: list[TrainingSample]) -> None:
         """Send the policy's grid; the publisher takes it from there."""
@@ -178,6 +191,9 @@ class Loop:
             loss_name=self._config.algorithm.policy_loss,
             loss_constants=self._config.algorithm.loss_constants(),
             num_mini_batches=self._config.policy.mini_batches,
+            denominator=self._config.policy.denominator,
+            denominator_tokens=self._config.policy.denominator_tokens or 0,
+            **self._balance(self._config.policy.packing, has_vocabulary=True),
             **self._identity(step),
         )
         await self._parts.policy_sender.send(items, deadline_s=self._config.orchestrator.step_deadline_s)
@@ -190,6 +206,10 @@ class Loop:
             "policy_version": self._clock.version_at(step),
             "temperature": self._config.orchestrator.temperature,
         }
+
+    def _balance(self, packing: PackingConfig, *, has_vocabulary: bool) -> dict:
+        cost = cost_of_role(packing, Path(self._context.model_dir), has_vocabulary=has_vocabulary)
+        return {"cost": cost, "max_samples": packing.max_samples}
 
     async def _evaluate(self, step: int, *, always: bool) -> None:
         last = step == self._config.orchestrator.max_steps

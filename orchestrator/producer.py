@@ -159,7 +159,14 @@ class Producer:
 def samples_of(trace: Trace) -> list[TrainingSample]:
     """One training sample per trainable branch, in the trace's order."""
     return [
-        TrainingSample(trace.trace_id, trace.group_id, branch, trace.reward, trace.stop_reason)
+        TrainingSample(
+            trace.trace_id,
+            trace.group_id,
+            branch,
+            trace.reward,
+            trace.stop_reason,
+            prompt_id=f"{trace.env}:{trace.task_id}",
+        )
         for branch in trace.branches
         if branch.num_action_tokens
     ]

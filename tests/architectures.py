@@ -37,6 +37,7 @@ PACKABLE = {
     "gemma2": ("Gemma2Config", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3TextConfig", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW, "head_dim": 8}),
+    "granite": ("GraniteConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.4, "embedding_multiplier": 2.0}),
     "qwen3-moe": (
         "Qwen3MoeConfig",
         {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},

@@ -14,6 +14,7 @@ from services.runtime.lifecycle import install_stop_handlers, run_process
 from services.training.assemble import check_model, join_group, local_device, serve_group
 from services.training.control import ServerThread
 from value_service.app import score_app
+from value_service.losses import support_of
 from value_service.scorer import Scorer
 from value_service.updater import Updater
 
@@ -22,7 +23,11 @@ def build_critic(config: Config, context: RunContext) -> tuple[Critic, int]:
     """The critic on the policy's initial backbone, and the vocabulary size."""
     assert config.value is not None
     model = load_causal_lm(context.model_dir, init=context.model_init, seed=config.seed)
-    return Critic(model, head_init_std=config.value.head.init_std, seed=config.seed), model.config.vocab_size
+    loss = config.value.loss
+    support = support_of(loss.type, loss.loss_constants())
+    points = None if support is None else support.points.tolist()
+    critic = Critic(model, head_init_std=config.value.head.init_std, seed=config.seed, points=points)
+    return critic, model.config.vocab_size
 
 
 def run(run_dir: Path) -> None:

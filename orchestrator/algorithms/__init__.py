@@ -9,13 +9,25 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.algorithms.base import Algorithm
+from orchestrator.algorithms.evpo import Evpo
 from orchestrator.algorithms.grpo import Grpo
 from orchestrator.algorithms.ppo import Ppo
+from orchestrator.algorithms.running_mean import RunningMean
 from orchestrator.algorithms.sao import Sao
+from orchestrator.algorithms.spo import Spo
+from orchestrator.algorithms.vapo import Vapo
 from services.config.algorithm import AlgorithmFacts
 from services.wire.errors import ConfigError
 
-ALGORITHMS: dict[str, type] = {"grpo": Grpo, "ppo": Ppo, "sao": Sao}
+ALGORITHMS: dict[str, type] = {
+    "evpo": Evpo,
+    "grpo": Grpo,
+    "ppo": Ppo,
+    "running_mean": RunningMean,
+    "sao": Sao,
+    "spo": Spo,
+    "vapo": Vapo,
+}
 
 
 def build(config: AlgorithmFacts) -> Algorithm:

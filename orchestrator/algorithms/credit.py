@@ -10,12 +10,12 @@ Notable:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from orchestrator.algorithms.gae import skip_observation_gae
-from services.config.algorithm import Truncation
+from orchestrator.algorithms.steps import last_tokens, num_transitions, step_gae
+from services.config.algorithm import GaeKeys, Granularity, Truncation
 from services.wire.errors import ContractError, NonFiniteError
 from services.wire.samples import StopReason, TrainingSample
 
@@ -63,16 +63,25 @@ def bootstrap_value(sample: TrainingSample, truncation: Truncation) -> float:
 
 
 def assign_credit(
-    sample: TrainingSample, *, gamma: float, lam: float, value_lambda: float, truncation: Truncation
+    sample: TrainingSample,
+    *,
+    gamma: float,
+    lam: float,
+    value_lambda: float,
+    truncation: Truncation,
+    granularity: Granularity = "token",
 ) -> None:
     """Fill `sample.advantages` with lambda `lam` and `sample.returns` with lambda `value_lambda`.
 
+    With "step_last" also `sample.value_loss_mask`: the critic then trains on the last token of each step.
+
     Args:
         sample: A scored sample; its other fields stay as they are.
-        gamma: Discount per action token.
+        gamma: Discount per transition.
         lam: GAE lambda of the policy's advantages.
         value_lambda: Lambda of the critic's targets.
         truncation: See `bootstrap_value`.
+        granularity: What one transition is.
 
     Raises:
         ContractError: the sample was never scored.
@@ -88,10 +97,52 @@ def assign_credit(
 
     def gae(lambda_: float) -> tuple[np.ndarray, np.ndarray]:
         assert sample.values is not None
-        return skip_observation_gae(sample.values, mask, rewards, gamma=gamma, lam=lambda_, bootstrap_value=bootstrap)
+        return step_gae(
+            sample.values,
+            mask,
+            rewards,
+            granularity=granularity,
+            gamma=gamma,
+            lam=lambda_,
+            bootstrap_value=bootstrap,
+        )
 
     sample.advantages, policy_returns = gae(lam)
     sample.returns = policy_returns if value_lambda == lam else gae(value_lambda)[1]
+    if granularity == "step_last":
+        sample.value_loss_mask = sample.branch.loss_mask & last_tokens(mask)
+
+
+def assign_gae(samples: Iterable[TrainingSample], config: GaeKeys, lam_of: Callable[[int], float]) -> dict[str, float]:
+    """Credit every sample of a batch by GAE.
+
+    Args:
+        samples: Scored samples.
+        config: Discount, target lambda, truncation and granularity.
+        lam_of: The policy's lambda, given the number of transitions of a branch.
+
+    Returns:
+        `lambda_metrics` of the branches that have a transition.
+
+    Raises:
+        ContractError: a sample was never scored.
+        NonFiniteError: a reward or value is not finite.
+    """
+    lambdas: list[float] = []
+    for sample in samples:
+        num = num_transitions(sample.branch.action_mask, config.granularity)
+        lam = lam_of(num)
+        if num:
+            lambdas.append(lam)
+        assign_credit(
+            sample,
+            gamma=config.gamma,
+            lam=lam,
+            value_lambda=config.value_lambda,
+            truncation=config.truncation,
+            granularity=config.granularity,
+        )
+    return lambda_metrics(lambdas)
 
 
 def credit_metrics(samples: Iterable[TrainingSample]) -> dict[str, float]:

@@ -9,7 +9,11 @@ Notable:
   and nothing off the action mask is ever read: noise or NaN there changes no bit.
 - Returns are computed by the lambda-return recursion rather than as A + V: with lam = 1 they then do not depend on
   the values at all, not even by rounding.
-- f64 and strictly sequential: the result of a branch is the same in any order and in any company.
+- f64, and aligned from the branch's end: the result of a branch is the same in any order and in any company, and what
+  precedes a token changes no bit of its advantage.
+- A long branch is cut into runs of BLOCK action tokens that are computed side by side, then joined by what each run
+  hands to the one before it; at most BLOCK tokens take a plain loop. Both do the same operations in the same order
+  within a run, and differ from the plain loop over all tokens by rounding (1e-14).
 
 Deviations: none.
 """
@@ -17,8 +21,13 @@ Deviations: none.
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
+
+_KEPT = threading.local()
+BLOCK = 24
+"""Action tokens of a run: few numpy calls a level, few levels (measured; from 16 to 40 makes no difference)."""
 
 
 def skip_observation_gae(
@@ -57,38 +66,82 @@ def skip_observation_gae(
             raise ValueError(f"{name} must be in [0, 1], got {number}")
     if not math.isfinite(bootstrap_value):
         raise ValueError(f"bootstrap_value must be finite, got {bootstrap_value}")
-    mask = np.asarray(action_mask).astype(bool)
+    mask = np.asarray(action_mask).astype(bool, copy=False)
     values = np.asarray(values, dtype=np.float64)
     rewards = np.asarray(rewards, dtype=np.float64)
     for name, array in (("values", values), ("rewards", rewards)):
         if mask.ndim != 1 or array.shape != mask.shape:
             raise ValueError(f"{name} has shape {array.shape}, action_mask has {mask.shape}; both must be [T]")
-        if not np.isfinite(array[mask]).all():
+    num_actions = int(np.count_nonzero(mask))
+    values_n, rewards_n, errors, blends = scratch = _scratch(num_actions)  # [n] each
+    for name, array, compressed in (("values", values, values_n), ("rewards", rewards, rewards_n)):
+        compressed[:] = array if num_actions == len(mask) else array[mask]
+        if num_actions and not (math.isfinite(compressed.min()) and math.isfinite(compressed.max())):  # NaN is both
             raise ValueError(f"{name} holds a non-finite number on an action token")
-    if (rewards[~mask] != 0).any():
+    if np.count_nonzero(rewards) != np.count_nonzero(rewards_n):  # NaN counts as nonzero
         raise ValueError("rewards holds a reward off the action mask")
-
-    # Plain Python floats: a numpy scalar operation costs ten times as much, and this loop is the whole work.
-    advantages_n: list[float] = []
-    returns_n: list[float] = []
-    next_value = float(bootstrap_value)
-    # (1 - lam) V_{k+1} + lam G_{k+1}; both are B at k = n, and (1 - lam) B + lam B need not round to B.
-    next_blend = next_value
-    advantage = 0.0
-    decay, complement = gamma * lam, 1.0 - lam
-    for value, reward in zip(reversed(values[mask].tolist()), reversed(rewards[mask].tolist()), strict=True):
-        advantage = reward + gamma * next_value - value + decay * advantage
-        lambda_return = reward + gamma * next_blend
-        advantages_n.append(advantage)
-        returns_n.append(lambda_return)
-        next_blend = complement * value + lam * lambda_return
-        next_value = value
 
     advantages = np.zeros(len(mask))  # [T]
     returns = np.zeros(len(mask))  # [T]
-    advantages[mask] = advantages_n[::-1]
-    returns[mask] = returns_n[::-1]
+    if num_actions:
+        np.multiply(values_n[1:], gamma, out=errors[:-1])
+        errors[-1] = gamma * bootstrap_value
+        errors += rewards_n
+        errors -= values_n
+        np.multiply(values_n[1:], 1.0 - lam, out=blends[:-1])
+        blends[:-1] *= gamma
+        blends[-1] = gamma * bootstrap_value  # all of it: (1 - lam) B + lam B need not round to B
+        blends += rewards_n
+        _discount_in_place(scratch[2:], gamma * lam)
+        advantages[mask], returns[mask] = errors, blends
     return advantages, returns
+
+
+def _discount_in_place(terms: np.ndarray, decay: float) -> None:
+    """Replace each entry by the sum from it to the end, later entries discounted: y_k = x_k + decay y_{k+1}.
+
+    Args:
+        terms: [R, n] f64, rows contiguous; changed. An entry's bits depend on nothing before it, nor on other rows.
+        decay: Factor per entry, in [0, 1].
+    """
+    num_rows, length = terms.shape
+    if length <= BLOCK:
+        _sequential(terms, decay, [0.0] * num_rows)
+        return
+    num_runs, head = divmod(length, BLOCK)
+    runs = terms[:, head:].reshape(num_rows, num_runs, BLOCK)  # a view, aligned at the end
+    powers = np.array([decay**k for k in range(BLOCK)])  # [BLOCK]
+    # The first entry of each run, were it the last run; then with all later runs: the same recursion over runs.
+    totals = np.einsum("srk,k->sr", runs, powers)  # not `@`: its rounding depends on how many runs there are
+    _discount_in_place(totals, decay**BLOCK)
+    carried = np.zeros((num_rows, num_runs))  # what each run takes from the later ones
+    carried[:, :-1] = totals[:, 1:]
+    for k in range(BLOCK - 1, -1, -1):
+        np.multiply(carried, decay, out=carried)
+        carried += runs[:, :, k]
+        runs[:, :, k] = carried
+    _sequential(terms[:, :head], decay, totals[:, 0].tolist())
+
+
+def _sequential(terms: np.ndarray, decay: float, carried: list[float]) -> None:
+    """`_discount_in_place` of few entries, in plain floats: a numpy call a token would cost ten times as much."""
+    for row, total in zip(terms, carried, strict=True):
+        sums: list[float] = []
+        for term in reversed(row.tolist()):
+            total = term + decay * total
+            sums.append(total)
+        row[:] = sums[::-1]
+
+
+def _scratch(length: int) -> np.ndarray:
+    """[4, length] f64 whose contents are anybody's, good until the thread's next call.
+
+    Megabytes that are fresh from the system cost several times the arithmetic done in them.
+    """
+    kept: np.ndarray = getattr(_KEPT, "buffer", np.empty(0))
+    if len(kept) < 4 * length:
+        kept = _KEPT.buffer = np.empty(4 * length)
+    return kept[: 4 * length].reshape(4, length)
 
 
 def length_adaptive_lambda(num_action_tokens: int, alpha: float) -> float:

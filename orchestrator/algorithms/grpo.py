@@ -3,8 +3,8 @@
 Paper: arXiv 2402.03300, eq. 4.1.2 (outcome supervision).
 
 Notable:
-- A trace's score is its outcome reward plus its step rewards. The baseline is over *traces*: a trace with many branches
-  counts once (with the mean of its branches' scores), so branching does not move it.
+- A trace's score is its outcome reward plus its step rewards. The baseline is over *traces*: see `groups.py`.
+- `loss = "dis"` puts SAO's double-sided mask (arXiv 2607.07508, eq. 1-3) in the place of the clipped ratio.
 - One advantage per branch, on all of its action tokens.
 - A group of fewer than two traces has no baseline of others and is refused.
 
@@ -17,57 +17,30 @@ Deviations:
 
 from __future__ import annotations
 
-import numpy as np
-
-from orchestrator.algorithms.credit import credit_metrics, token_rewards
+from orchestrator.algorithms.base import Algorithm
+from orchestrator.algorithms.groups import branch_scores, group_advantages, scores_of_traces, spread_over_actions
 from services.config.algorithm import GrpoConfig
-from services.wire.errors import ConfigError
 from services.wire.samples import TrainingSample
 
-RELATIVE_SPREAD_FLOOR = 1e-9
-"""Scores that differ by no more than this share of max(1, |mean|) are equal."""
 
-
-class Grpo:
+class Grpo(Algorithm):
     """Group-relative advantages."""
 
     def __init__(self, config: GrpoConfig) -> None:
-        if config.truncation == "bootstrap":
-            raise ConfigError(['algorithm.truncation = "bootstrap" needs a critic; grpo has none: use "terminal"'])
+        super().__init__(config)
         self._config = config
 
-    def credit(self, groups: list[list[TrainingSample]]) -> dict[str, float]:
-        """Fill advantages; see `Algorithm.credit`.
-
-        Raises:
-            ValueError: a group of fewer than two traces.
-            NonFiniteError: a reward is not finite.
-        """
+    def _assign(self, groups: list[list[TrainingSample]]) -> dict[str, float]:
         num_flat = 0
         for group in groups:
-            scores = [float(token_rewards(sample).sum()) for sample in group]
-            advantages = self._advantages(group, scores)
+            scores = branch_scores(group)
+            num_traces = len(scores_of_traces(group, scores))
+            if num_traces < 2:
+                name = group[0].group_id if group else "(empty)"
+                raise ValueError(f"group {name} has {num_traces} trace(s); a group baseline needs at least 2")
+            advantages = group_advantages(group, scores, std_normalize=self._config.std_normalize)
             num_flat += not any(advantages)
             for sample, advantage in zip(group, advantages, strict=True):
-                sample.advantages = np.where(sample.branch.action_mask, advantage, 0.0)  # [T]
+                sample.advantages = spread_over_actions(sample, advantage)
                 sample.returns = None
-        metrics = credit_metrics(sample for group in groups for sample in group)
-        metrics["credit/flat_groups"] = float(num_flat)
-        return metrics
-
-    def _advantages(self, group: list[TrainingSample], scores: list[float]) -> list[float]:
-        scores_of: dict[str, list[float]] = {}
-        for sample, score in zip(group, scores, strict=True):
-            scores_of.setdefault(sample.trace_id, []).append(score)
-        if len(scores_of) < 2:
-            name = group[0].group_id if group else "(empty)"
-            raise ValueError(f"group {name} has {len(scores_of)} trace(s); a group baseline needs at least 2")
-        trace_scores = np.array([np.mean(branch_scores) for branch_scores in scores_of.values()])  # [traces]
-        mean = float(trace_scores.mean())
-        floor = RELATIVE_SPREAD_FLOOR * max(1.0, abs(mean))
-        deviation = float(trace_scores.std())
-        if max(scores) - min(scores) <= floor:
-            return [0.0] * len(scores)
-        if self._config.std_normalize and deviation > floor:
-            return [(score - mean) / deviation for score in scores]
-        return [score - mean for score in scores]
+        return {"credit/flat_groups": float(num_flat)}

@@ -15,37 +15,19 @@ Deviations:
 
 from __future__ import annotations
 
-from orchestrator.algorithms.credit import assign_credit, credit_metrics, lambda_metrics
-from orchestrator.algorithms.whiten import whiten_samples
+from orchestrator.algorithms.base import Algorithm
+from orchestrator.algorithms.credit import assign_gae
 from services.config.algorithm import PpoConfig
 from services.wire.samples import TrainingSample
 
 
-class Ppo:
+class Ppo(Algorithm):
     """GAE with one fixed lambda."""
 
     def __init__(self, config: PpoConfig) -> None:
+        super().__init__(config)
         self._config = config
 
-    def credit(self, groups: list[list[TrainingSample]]) -> dict[str, float]:
-        """Fill advantages and value targets; see `Algorithm.credit`. Metrics describe advantages before whitening.
-
-        Raises:
-            ContractError: a sample was never scored.
-            NonFiniteError: a reward or value is not finite.
-        """
-        config = self._config
-        samples = [sample for group in groups for sample in group]
-        for sample in samples:
-            assign_credit(
-                sample,
-                gamma=config.gamma,
-                lam=config.lam,
-                value_lambda=config.value_lambda,
-                truncation=config.truncation,
-            )
-        metrics = credit_metrics(samples)
-        metrics |= lambda_metrics([config.lam for sample in samples if sample.branch.action_mask.any()])
-        if config.whiten:
-            whiten_samples(samples)
-        return metrics
+    def _assign(self, groups: list[list[TrainingSample]]) -> dict[str, float]:
+        lam = self._config.lam
+        return assign_gae((sample for group in groups for sample in group), self._config, lambda _: lam)

@@ -9,49 +9,30 @@ Notable:
 - Groups mean nothing here: eight traces are credited alike as one group of eight or eight groups of one.
 
 Deviations:
-- Values come from before this batch's critic updates, so no baseline has seen its own outcome.
+- Values come from before this batch's critic updates, so no baseline has seen its own outcome; with
+  `value.refresh = "refreshed"` they come from after them.
 - A truncated trace is terminal unless `truncation = "bootstrap"`; the paper does not say.
 - Optional whitening (off by default, as in the paper).
 """
 
 from __future__ import annotations
 
-from orchestrator.algorithms.credit import assign_credit, credit_metrics, lambda_metrics
+from functools import partial
+
+from orchestrator.algorithms.base import Algorithm
+from orchestrator.algorithms.credit import assign_gae
 from orchestrator.algorithms.gae import length_adaptive_lambda
-from orchestrator.algorithms.whiten import whiten_samples
 from services.config.algorithm import SaoConfig
 from services.wire.samples import TrainingSample
 
 
-class Sao:
+class Sao(Algorithm):
     """Length-adaptive, skip-observation GAE."""
 
     def __init__(self, config: SaoConfig) -> None:
+        super().__init__(config)
         self._config = config
 
-    def credit(self, groups: list[list[TrainingSample]]) -> dict[str, float]:
-        """Fill advantages and value targets; see `Algorithm.credit`.
-
-        Raises:
-            ContractError: a sample was never scored.
-            NonFiniteError: a reward or value is not finite.
-        """
-        config = self._config
-        samples = [sample for group in groups for sample in group]
-        lambdas: list[float] = []
-        for sample in samples:
-            num_action_tokens = sample.branch.num_action_tokens
-            lam = length_adaptive_lambda(num_action_tokens, config.alpha)
-            if num_action_tokens:
-                lambdas.append(lam)
-            assign_credit(
-                sample,
-                gamma=config.gamma,
-                lam=lam,
-                value_lambda=config.value_lambda,
-                truncation=config.truncation,
-            )
-        metrics = credit_metrics(samples) | lambda_metrics(lambdas)
-        if config.whiten:
-            whiten_samples(samples)
-        return metrics
+    def _assign(self, groups: list[list[TrainingSample]]) -> dict[str, float]:
+        lam_of = partial(length_adaptive_lambda, alpha=self._config.alpha)
+        return assign_gae((sample for group in groups for sample in group), self._config, lam_of)

@@ -61,6 +61,33 @@ def masked(mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ..
     )
 
 
+def weighted_sum(token_loss: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Sum of a loss over its tokens.
+
+    Args:
+        token_loss: [T], 0 off the mask.
+        mask: [T] bool.
+        weights: [T] of the tokens, whatever off the mask; None = 1 each.
+    """
+    if weights is None:
+        return token_loss.sum()
+    (weights,) = masked(mask, weights.detach())
+    return (token_loss * weights).sum()
+
+
+def sample_weights(owner: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Weights that make a sum over tokens a sum over samples of each one's mean.
+
+    Args:
+        owner: [n] sample of each loss token.
+        num_samples: Samples in the row.
+
+    Returns:
+        [n] f32: 1 / (loss tokens of the token's sample).
+    """
+    return 1.0 / torch.bincount(owner, minlength=num_samples)[owner]
+
+
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """Ratio from its logarithm, clipped to +- LOG_RATIO_LIMIT so that it cannot overflow.
 

@@ -30,6 +30,7 @@ from policy_trainer.losses.common import (
     check_positive,
     masked,
     ratio_sums,
+    weighted_sum,
 )
 
 
@@ -42,6 +43,7 @@ def dis_loss(
     eps_low: float,
     eps_high: float,
     denominator: float,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Sums]:
     """L = -(1/N) sum_t sg[f(x_t)] A_t log pi(a_t), with x = pi / pi_rollout and f(x) = x inside (1-e_l, 1+e_h), else 0.
 
@@ -52,7 +54,8 @@ def dis_loss(
         loss_mask: [T] bool or 0/1.
         eps_low: Ratios at or below 1 - eps_low are rejected; 1 or more: no lower border.
         eps_high: Ratios at or above 1 + eps_high are rejected.
-        denominator: N, loss tokens of the whole optimizer step over all ranks.
+        denominator: N, of the whole optimizer step over all ranks: its loss tokens for a mean over tokens.
+        weights: [T] of the tokens in the loss; None = 1 each.
 
     Returns:
         (loss, sums): f32 scalar; see `summarize` for the sums.
@@ -72,7 +75,7 @@ def dis_loss(
     below_high = log_ratio < math.log1p(eps_high)
     # A product rather than a choice: 0 * NaN stays NaN, where `where` would turn a NaN ratio into a silent zero.
     coefficient = ratio * (above_low & below_high).to(ratio.dtype)
-    loss_sum = -(coefficient * advantages * logprobs).sum()
+    loss_sum = -weighted_sum(coefficient * advantages * logprobs, mask, weights)
 
     rejected_low = mask & ~above_low
     rejected_high = mask & ~below_high

@@ -11,7 +11,8 @@ Notable:
 - Masked entries are replaced before any arithmetic; NaN at a loss token reaches the loss.
 
 Deviations:
-- `old_logprobs` are whoever's the caller passes: here the rollout's own, with no recomputed old policy.
+- `old_logprobs` are whoever's the caller passes: the rollout's own, or those of a forward before the batch's first
+  update (`policy.old_logprobs`). The latter take no account of how far the rollout policy was from that one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from policy_trainer.losses.common import (
     check_positive,
     masked,
     ratio_sums,
+    weighted_sum,
 )
 
 
@@ -38,6 +40,7 @@ def ppo_clip_loss(
     eps_high: float,
     dual_clip: float | None = None,
     denominator: float,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Sums]:
     """L = (1/N) sum_t max(-x A, -clip(x, 1-e_l, 1+e_h) A), at most -c A where A < 0 and dual_clip = c.
 
@@ -49,7 +52,8 @@ def ppo_clip_loss(
         eps_low: Lower clip distance, in (0, 1).
         eps_high: Upper clip distance, positive.
         dual_clip: c > 1; None or 0 turns the second clip off.
-        denominator: N, loss tokens of the whole optimizer step over all ranks.
+        denominator: N, of the whole optimizer step over all ranks: its loss tokens for a mean over tokens.
+        weights: [T] of the tokens in the loss; None = 1 each.
 
     Returns:
         (loss, sums): f32 scalar; see `summarize` for the sums.
@@ -79,7 +83,7 @@ def ppo_clip_loss(
         ceiling = -dual_clip * advantages
         is_dual_clipped = (advantages < 0) & (token_loss > ceiling)
         token_loss = torch.where(is_dual_clipped, ceiling, token_loss)
-    loss_sum = token_loss.sum()
+    loss_sum = weighted_sum(token_loss, mask, weights)
 
     sums = ratio_sums(mask, log_ratio.detach(), ratio.detach(), loss_sum)
     sums["clipped"] = (is_clipped & mask).sum(dtype=torch.float64)

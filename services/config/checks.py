@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.config.algorithm import EitherLossKeys, SpoConfig
 from services.config.layers import Layers, Problem
-from services.config.model_path import max_positions, model_problem
+from services.config.model_path import max_positions, missing_sizes, model_folder, model_problem
 from services.config.schema import Config
-from services.config.tasks import problems_of
+from services.config.tasks import REWARD_RANGES, problems_of
 from services.config.toml_lines import KeyPath, dotted
 
 PORT_KEYS: dict[str, KeyPath] = {
@@ -81,16 +82,39 @@ def fixed_ports(config: Config) -> dict[str, int]:
 def _critic(config: Config) -> Iterator[Finding]:
     algorithm = config.algorithm
     if algorithm.needs_value and config.value is None:
-        fix = "add a [value] table or choose algorithm.type = grpo"
+        fix = "add a [value] table or choose algorithm.type = grpo, running_mean or spo"
         yield Finding(
             ("algorithm", "type"), f"{algorithm.type} needs a critic, but there is no [value]", fix, (("value",),)
         )
     if not algorithm.needs_value and config.value is not None:
-        fix = "delete [value] or choose algorithm.type = sao or ppo"
+        fix = "delete [value] or choose algorithm.type = sao, ppo, vapo or evpo"
         yield Finding(("value",), f"{algorithm.type} has no use for a critic", fix, (("algorithm", "type"),))
     if not algorithm.needs_value and algorithm.truncation == "bootstrap":
         what = f"{algorithm.type} has no critic to bootstrap a cut trace from"
         yield Finding(("algorithm", "truncation"), what, 'delete it, or give "terminal"', (("algorithm", "type"),))
+
+
+def _algorithm(config: Config) -> Iterator[Finding]:
+    algorithm, kind = config.algorithm, (("algorithm", "type"),)
+    if algorithm.filter_equal_rewards and config.orchestrator.group_size < 2:
+        what = "a group of one trace has nothing to be equal to"
+        fix = "delete it, or raise orchestrator.group_size"
+        yield Finding(("algorithm", "filter_equal_rewards"), what, fix, (*kind, ("orchestrator", "group_size")))
+    if isinstance(algorithm, EitherLossKeys):
+        loss = (*kind, ("algorithm", "loss"))
+        if algorithm.loss == "dis" and algorithm.dual_clip is not None:
+            what = 'the double-sided mask of algorithm.loss = "dis" has no dual clip'
+            yield Finding(("algorithm", "dual_clip"), what, 'delete it, or give algorithm.loss = "ppo_clip"', loss)
+        if algorithm.loss == "ppo_clip" and algorithm.eps_low is not None and algorithm.eps_low >= 1:
+            what = f"{algorithm.eps_low:g} leaves the clipped ratio no lower bound"
+            yield Finding(("algorithm", "eps_low"), what, 'give less than 1, or algorithm.loss = "dis"', loss)
+    if isinstance(algorithm, SpoConfig):
+        if algorithm.rho_low > algorithm.rho_high:
+            what = f"{algorithm.rho_low:g} is more than algorithm.rho_high = {algorithm.rho_high:g}"
+            yield Finding(("algorithm", "rho_low"), what, "give less", (*kind, ("algorithm", "rho_high")))
+        if algorithm.prior_file is not None and not Path(algorithm.prior_file).is_file():
+            what = f"there is no file {algorithm.prior_file}"
+            yield Finding(("algorithm", "prior_file"), what, "give a JSON lines file, or delete it", kind)
 
 
 def _value_gpus_without_value(config: Config, layers: Layers) -> Iterator[Finding]:
@@ -104,8 +128,10 @@ def _batch(config: Config) -> Iterator[Finding]:
     group_key, batch_key = ("orchestrator", "group_size"), ("orchestrator", "batch_size")
     least = config.algorithm.min_group
     if group < least:
-        what = f"{group} is too small for {config.algorithm.type}"
-        yield Finding(group_key, what, f"give at least {least}", (("algorithm", "type"),))
+        what, fix = f"{group} is too small for {config.algorithm.type}", f"give at least {least}"
+        if config.algorithm.type == "evpo":
+            what, fix = f'{what} with scope "group"', f'{fix}, or algorithm.scope = "batch"'
+        yield Finding(group_key, what, fix, (("algorithm", "type"), ("algorithm", "scope")))
     if orchestrator.batch_size % group:
         up = -(-orchestrator.batch_size // group) * group
         what = f"{orchestrator.batch_size} is not a multiple of orchestrator.group_size = {group}"
@@ -155,6 +181,57 @@ def _tasks(config: Config) -> Iterator[Finding]:
                 fix = named or (f"use the {choices.rstrip(')')}" if choices else "see the environment's settings")
                 path = (name, index, *key.split("."))
                 yield Finding(path, main, fix, ((name, index, "type"),))
+
+
+def _value_range(config: Config) -> Iterator[Finding]:
+    """Returns of a known environment must lie within a classification critic's range (gamma draws them towards 0)."""
+    if config.value is None or config.value.loss.type == "mse":
+        return
+    key, (low, high) = ("value", "loss", "range"), config.value.loss.range
+    if low >= high:
+        yield Finding(key, f"[{low:g}, {high:g}] is no range", "give [low, high] with low below high")
+        return
+    for index, env in enumerate(config.env):
+        if env.type in REWARD_RANGES:
+            least, most = REWARD_RANGES[env.type]
+            if getattr(config.algorithm, "gamma", 1.0) < 1.0:
+                least, most = min(least, 0.0), max(most, 0.0)
+            if least < low or most > high:
+                what = (
+                    f"returns of env[{index}] ({env.type}) lie in [{least:g}, {most:g}], not within [{low:g}, {high:g}]"
+                )
+                fix = f"give [{min(least, low):g}, {max(most, high):g}]"
+                yield Finding(key, what, fix, (("env", index, "type"), ("algorithm", "gamma")))
+
+
+def _policy_loss(config: Config) -> Iterator[Finding]:
+    policy, key = config.policy, ("policy", "denominator_tokens")
+    if policy.denominator == "constant" and policy.denominator_tokens is None:
+        fix = "give a sample's tokens, say the longest answer"
+        yield Finding(key, 'policy.denominator = "constant" needs it', fix, (("policy", "denominator"),))
+    if policy.denominator != "constant" and policy.denominator_tokens is not None:
+        fix = 'delete it, or give policy.denominator = "constant"'
+        yield Finding(
+            key, f'policy.denominator = "{policy.denominator}" has no use for it', fix, (("policy", "denominator"),)
+        )
+    if policy.kl.level == "reward":
+        what = "rewards cannot hold a KL penalty: the critic trains on them before the policy trainer has seen a token"
+        yield Finding(("policy", "kl", "level"), what, "delete it: the penalty belongs into the loss")
+    if policy.old_logprobs == "recomputed" and config.algorithm.policy_loss == "dis":
+        what = f"{config.algorithm.type} masks by the ratio to the rollout itself (arXiv 2607.07508, eq. 1)"
+        yield Finding(("policy", "old_logprobs"), what, 'give "rollout"', (("algorithm", "type"),))
+
+
+def _packing(config: Config) -> Iterator[Finding]:
+    """Costs need sizes that not every `config.json` says; the tiny model's does."""
+    folder = model_folder(config.model.path)
+    if folder is None or model_problem(config.model.path) is not None:
+        return
+    missing = ", ".join(missing_sizes(folder))
+    for name, role in (("policy", config.policy), ("value", config.value)):
+        if missing and role is not None and role.packing.balance == "flops":
+            what = f"{folder / 'config.json'} does not say {missing}"
+            yield Finding((name, "packing", "balance"), what, 'give "tokens"', (("model", "path"),))
 
 
 def _model(config: Config) -> Iterator[Finding]:
@@ -230,9 +307,13 @@ def _is_broken(path: KeyPath, broken: set[KeyPath]) -> bool:
 
 _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _critic,
+    _algorithm,
     _batch,
     _lengths,
     _tasks,
+    _value_range,
+    _policy_loss,
+    _packing,
     _model,
     _ports,
     _devices,

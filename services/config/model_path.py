@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from services.config.tasks import TASK_ARGS
+from services.wire.errors import ConfigError
 
 TINY_TASKS = tuple(TASK_ARGS)
 TINY_MAX_POSITIONS = 512
@@ -39,10 +41,10 @@ def model_problem(path: str) -> tuple[str, str] | None:
 
 def max_positions(path: str) -> int | None:
     """The longest sequence the model is made for; None where that is not written down."""
-    kind, colon, rest = path.partition(":")
-    if colon and kind == "tiny":
+    folder = model_folder(path)
+    if folder is None:
         return TINY_MAX_POSITIONS
-    config = _read_config(Path(rest if colon and kind == "dummy" else path))
+    config = _read_config(folder)
     if config is None:
         return None
     text = config.get("text_config")
@@ -51,6 +53,65 @@ def max_positions(path: str) -> int | None:
         if isinstance(value, int):
             return value
     return None
+
+
+def model_folder(path: str) -> Path | None:
+    """The folder that `model.path` names; None for a tiny model, which is made when it is needed."""
+    kind, colon, rest = path.partition(":")
+    if colon and kind == "tiny":
+        return None
+    return Path(rest if colon and kind == "dummy" else path)
+
+
+def missing_sizes(folder: Path) -> list[str]:
+    """What `config.json` does not say of the sizes that a sequence's cost depends on."""
+    config = _text_config(folder)
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [name for name in names if not _positive(config.get(name))]
+    return missing if _active_width(config) else [*missing, "intermediate_size"]
+
+
+def model_sizes(folder: Path) -> dict[str, int]:
+    """The sizes that a sequence's cost depends on, by the argument names of `services.packing.cost.flop_cost`.
+
+    Raises:
+        ConfigError: `config.json` is missing, or does not say one of them.
+    """
+    missing = missing_sizes(folder)
+    if missing:
+        raise ConfigError([f"model.path: {folder / 'config.json'} does not say {', '.join(missing)}"])
+    config = _text_config(folder)
+    hidden, heads = _positive(config["hidden_size"]), _positive(config["num_attention_heads"])
+    return {
+        "hidden_size": hidden,
+        "num_layers": _positive(config["num_hidden_layers"]),
+        "num_heads": heads,
+        "num_kv_heads": _positive(config.get("num_key_value_heads")) or heads,
+        "head_dim": _positive(config.get("head_dim")) or max(1, hidden // heads),
+        "intermediate_size": _active_width(config),
+        "vocab_size": _positive(config["vocab_size"]),
+    }
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    """`config.json`, or the part of it that is about the language model; empty where there is none."""
+    config = _read_config(folder) or {}
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _active_width(config: dict[str, Any]) -> int:
+    """Width of the feed-forward part that one token passes; 0 where it is not written down."""
+    per_token = _positive(config.get("num_experts_per_tok"))
+    if not per_token:
+        return _positive(config.get("intermediate_size"))
+    one = _positive(config.get("moe_intermediate_size")) or _positive(config.get("intermediate_size"))
+    return per_token * one + _positive(config.get("shared_expert_intermediate_size"))
+
+
+def _positive(value: Any) -> int:
+    """A positive integer as it is; 0 for everything else."""
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _read_config(folder: Path) -> dict[str, object] | None:

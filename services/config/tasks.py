@@ -63,6 +63,10 @@ class GuessArgs(Section):
 TASK_ARGS: dict[str, type[Section]] = {"add": AddArgs, "reverse": ReverseArgs, "guess": GuessArgs}
 
 
+REWARD_RANGES: dict[str, tuple[float, float]] = {"add": (0.0, 1.0), "reverse": (0.0, 1.0), "guess": (0.0, 1.0)}
+"""Where the rewards of an episode lie, for the environments that say so."""
+
+
 def problems_of(task: str, args: dict[str, Any]) -> list[str]:
     """Return one line for each thing that is wrong with `type` and `args` of an `[[env]]` or `[[eval]]`."""
     if task not in TASK_ARGS:

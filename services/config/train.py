@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from services.config.base import Section
+from services.wire.grids import Denominator
 
 
 class TrainModelConfig(Section):
@@ -14,6 +15,16 @@ class TrainModelConfig(Section):
 
     seq_len: int = Field(default=1024, ge=8)
     """Tokens of a packed bin; a longer branch is refused."""
+
+
+class PackingConfig(Section):
+    """`[policy.packing]` or `[value.packing]`: how samples share bins of `seq_len` tokens and data ranks."""
+
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What data ranks get equal shares of. "flops" counts attention, which grows with the square of a sample's length;
+    it pays where samples are long and unlike."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Samples of a bin at most; None = as many as fit."""
 
 
 class OptimConfig(Section):
@@ -36,10 +47,35 @@ class PolicyWarmupConfig(Section):
     """Linear learning-rate warmup over so many of the policy's own updates."""
 
 
+class KlConfig(Section):
+    """`[policy.kl]`: a penalty on the divergence from the model that the run starts from."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Weight of the penalty in the loss; 0 = no reference model is kept at all."""
+    type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of a token's KL, from its log-ratio: k1 = log-ratio, k2 = half its square, k3 = the non-negative one."""
+    unbiased: bool = True
+    """Weigh by the ratio to the rollout, gradient included: then k1 and k3 have the KL's own gradient. Without, the
+    gradient is that of the estimate alone, as in arXiv 2402.03300."""
+    level: Literal["loss", "reward"] = "loss"
+    """Only "loss" is available: the critic trains on the rewards before the trainer has seen a token."""
+
+
 class PolicyConfig(Section):
     """`[policy]`: the policy trainer."""
 
+    kl: KlConfig = KlConfig()
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus in the loss."""
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"
+    """Denominator of the ratio: what the engine said when it sampled, or a forward before the batch's first update."""
+    denominator: Denominator = "token_mean"
+    """What the loss is a mean of: all loss tokens of an optimizer step; samples, each the mean of its own loss tokens;
+    or samples, each the sum of its loss tokens over `denominator_tokens`."""
+    denominator_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that stand for a sample's length with "constant", say the longest answer (arXiv 2503.20783)."""
     model: TrainModelConfig = TrainModelConfig()
+    packing: PackingConfig = PackingConfig()
     optim: OptimConfig = OptimConfig()
     warmup: PolicyWarmupConfig = PolicyWarmupConfig()
     mini_batches: int = Field(default=1, ge=1)
@@ -61,25 +97,72 @@ class MseConfig(Section):
     """Half squared error: 0.5 (V - y)^2. The factor 1/2 is part of every published learning rate of ours."""
 
     type: Literal["mse"] = "mse"
+    clip: float | None = Field(default=None, gt=0)
+    """Hold values within so much of those at scoring; None = off. All K updates share the one centre."""
+
+    def loss_constants(self) -> dict[str, float]:
+        """Constants of the loss, as they travel in the grid header."""
+        return {} if self.clip is None else {"clip": self.clip}
+
+
+class ClassificationConfig(Section):
+    """Keys of the classification losses. There is no clip among them: the gradient is bounded as it is."""
+
+    bins: int = Field(default=51, ge=2)
+    """Points on `range`, both ends included."""
+    range: list[float] = Field(default=[0.0, 1.0], min_length=2, max_length=2)
+    """[low, high] that returns lie in; targets beyond are clamped and counted (`value/target_oob_fraction`)."""
+    pad: int = Field(default=3, ge=0)
+    """Points beyond either end, so that returns at the very border are not biased. 0 = the head as others use it."""
+
+    def loss_constants(self) -> dict[str, float]:
+        """The support, as it travels in the grid header."""
+        low, high = self.range
+        return {"low": low, "high": high, "num_bins": float(self.bins), "pad_bins": float(self.pad)}
+
+
+class TwoHotConfig(ClassificationConfig):
+    """Classification with two-hot targets (arXiv 2403.03950): a return is shared by the two points around it."""
+
+    type: Literal["two_hot"]
+
+
+class HlGaussConfig(ClassificationConfig):
+    """Classification with targets smoothed by a Gaussian (HL-Gauss, arXiv 2403.03950)."""
+
+    type: Literal["hl_gauss"]
+    sigma_ratio: float = Field(default=0.75, gt=0)
+    """Standard deviation of the Gaussian in units of the points' spacing; 0.75 spreads over about six points."""
+
+    def loss_constants(self) -> dict[str, float]:
+        """The support and the width, as they travel in the grid header."""
+        return super().loss_constants() | {"sigma_ratio": self.sigma_ratio}
+
+
+ValueLossConfig = Annotated[MseConfig | TwoHotConfig | HlGaussConfig, Field(discriminator="type")]
 
 
 class HeadConfig(Section):
-    """`[value.head]`: Linear(lm_head.in_features, 1, bias), f32."""
+    """`[value.head]`: Linear(lm_head.in_features, K, bias), f32; K = 1 for mse, else the loss's points."""
 
     init_std: float = Field(default=0.0, ge=0)
-    """Standard deviation of the seeded initial weight; 0 = all values start at 0."""
+    """Standard deviation of the seeded initial weight; 0 = all values start at 0, or in the middle of the points."""
 
 
 class ValueConfig(Section):
     """`[value]`: the critic. Its presence is what makes a run use one."""
 
     model: TrainModelConfig = TrainModelConfig()
+    packing: PackingConfig = PackingConfig()
     optim: OptimConfig = OptimConfig()
     warmup: ValueWarmupConfig = ValueWarmupConfig()
     head: HeadConfig = HeadConfig()
-    loss: MseConfig = MseConfig()
+    loss: ValueLossConfig = MseConfig()
     updates_per_batch: int = Field(default=1, ge=1)
     """K optimizer steps on each critic grid, targets fixed."""
+    refresh: Literal["pre_update", "refreshed"] = "pre_update"
+    """Values that make the policy's advantages: those from before the batch's critic updates, or scored again after
+    them. Refreshed values have seen the batch's own outcomes."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the scoring API on loopback; 0 = the planner picks one."""
     max_request_bytes: int = Field(default=64 * 2**20, ge=1024)

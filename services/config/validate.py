@@ -19,15 +19,25 @@ from services.config.base import Section
 from services.config.layers import Layers, Problem
 from services.config.schema import Config
 from services.config.toml_lines import KeyPath, dotted
+from services.config.train import ValueLossConfig
 
 ALGORITHMS: dict[str, type[Section]] = {
     get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(AlgorithmConfig)[0])
 }
+VALUE_LOSSES: dict[str, type[Section]] = {
+    get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ValueLossConfig)[0])
+}
+_TAGGED: dict[tuple[str, ...], dict[str, type[Section]]] = {
+    ("algorithm",): ALGORITHMS,
+    ("value", "loss"): VALUE_LOSSES,
+}
+"""Tables whose `type` decides which keys they have."""
 _PLACEHOLDERS: dict[str, Any] = {
     "model": {"path": ""},
     "model.path": "",
     "algorithm": {"type": "sao"},
     "algorithm.type": "sao",
+    "value.loss.type": "mse",
     "env": [{"type": "add"}],
     "env.type": "add",
     "eval.type": "add",
@@ -71,6 +81,11 @@ def _repair(layers: Layers, detail: Any, broken: set[KeyPath]) -> None:
         path = (*path, "type")
     if path in broken and kind != "missing":
         return
+    if kind == "extra_forbidden" and any(
+        path[: len(table)] == table and (*table, "type") in broken for table in _TAGGED
+    ):
+        layers.drop(path)  # nobody knows which keys the table should have
+        return
     layers.problems.append(Problem(layers.where(path), path, *_describe(kind, path, detail, layers)))
     if kind != "extra_forbidden":
         broken.add(path)
@@ -92,6 +107,11 @@ def _describe(kind: str, path: KeyPath, detail: Any, layers: Layers) -> tuple[st
         if kind == "union_tag_invalid":
             return f"unknown algorithm {detail['ctx']['tag']!r}", choice
         return "no algorithm is chosen", f"add [algorithm] and {choice}"
+    if path == ("value", "loss", "type") and kind.startswith("union_tag"):
+        choice = f"choose value.loss.type = {', '.join(VALUE_LOSSES)}"
+        if kind == "union_tag_invalid":
+            return f"unknown loss {detail['ctx']['tag']!r}", choice
+        return "no loss is chosen", choice
     if kind == "missing" or path == ("env",):
         return "required but missing", _how_to_add(path)
     rule = detail["msg"].removeprefix("Input should be ").replace(" or instance of ", ", [")
@@ -113,10 +133,15 @@ def _suggest(path: KeyPath, layers: Layers) -> str:
     names = tuple(part for part in path if isinstance(part, str))
     key = ".".join(names)
     keys = known_keys()
-    if names[0] == "algorithm":
-        kind = layers.data.get("algorithm", {}).get("type", "")
-        fields = ALGORITHMS[kind].model_fields if kind in ALGORITHMS else {}
-        keys = [name for name in keys if not name.startswith("algorithm.")] + [f"algorithm.{name}" for name in fields]
+    for table, kinds in _TAGGED.items():
+        if names[: len(table)] == table:  # only the keys of the chosen type
+            kind = (layers.parent((*table, "type")) or {}).get("type", "")
+            fields = kinds[kind].model_fields if kind in kinds else {}
+            owners = [other for other, section in kinds.items() if names[-1] in section.model_fields]
+            if owners and kind in kinds and len(names) == len(table) + 1:
+                return f"delete it: it belongs to {dotted(table)}.type = {', '.join(owners)}"
+            prefix = f"{'.'.join(table)}."
+            keys = [name for name in keys if not name.startswith(prefix)] + [prefix + name for name in fields]
     siblings = [name for name in keys if name.rpartition(".")[0] == key.rpartition(".")[0]]
     names_here = {name.rpartition(".")[2]: name for name in siblings}
     close = difflib.get_close_matches(names[-1], names_here, n=1, cutoff=0.7)
@@ -144,9 +169,10 @@ def _sections(annotation: Any) -> list[type[Section]]:
 
 
 def _clean(loc: tuple[str | int, ...]) -> KeyPath:
-    """Drop the algorithm's tag that pydantic puts into the path."""
-    if len(loc) > 1 and loc[0] == "algorithm" and loc[1] in ALGORITHMS:
-        return ("algorithm", *loc[2:])
+    """Drop the tag of a table's type that pydantic puts into the path."""
+    for table, kinds in _TAGGED.items():
+        if loc[: len(table)] == table and len(loc) > len(table) and loc[len(table)] in kinds:
+            return (*table, *loc[len(table) + 1 :])
     return loc
 
 

@@ -13,8 +13,10 @@ Notable:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +24,7 @@ import numpy as np
 from services.packing.plan import pack
 from services.wire.codec import digest_arrays
 from services.wire.errors import ContractError, NonFiniteError
-from services.wire.grids import STREAM_ARRAYS, GridHeader, GridItem, MiniBatch, Stream
+from services.wire.grids import STREAM_ARRAYS, Denominator, GridHeader, GridItem, MiniBatch, Stream
 from services.wire.samples import TrainingSample
 
 
@@ -49,6 +51,18 @@ def policy_loss_mask(sample: TrainingSample) -> np.ndarray:
     return sample.branch.loss_mask if sample.policy_loss_mask is None else sample.policy_loss_mask
 
 
+def value_loss_mask(sample: TrainingSample) -> np.ndarray:
+    """The tokens of a sample that train the critic.
+
+    Args:
+        sample: Any sample.
+
+    Returns:
+        [T] bool: the sample's own mask where credit set one, else the branch's loss mask.
+    """
+    return sample.branch.loss_mask if sample.value_loss_mask is None else sample.value_loss_mask
+
+
 def build_grid(
     samples: list[TrainingSample],
     *,
@@ -64,6 +78,10 @@ def build_grid(
     loss_constants: dict[str, float],
     num_mini_batches: int = 1,
     pad_multiple: int = 1,
+    cost: Callable[[int], float] | None = None,
+    max_samples: int | None = None,
+    denominator: Denominator = "token_mean",
+    denominator_tokens: int = 0,
 ) -> list[GridItem]:
     """Pack credited samples for one stream.
 
@@ -82,12 +100,17 @@ def build_grid(
         num_mini_batches: Optimizer steps to split the samples into, contiguously and at group borders where there are
             enough groups; never more than there are samples.
         pad_multiple: Every sample takes its length rounded up to a multiple of this in a bin.
+        cost: What the data ranks are balanced by, a function of a sample's length; None: tokens.
+        max_samples: Samples of a bin at most; None: no limit.
+        denominator: What the loss is a mean of, for the header; see `GridHeader.divisor`.
+        denominator_tokens: What stands for a sample's length with "constant".
 
     Returns:
         One item per data rank; `grid_digest` and `mini_batches` are the same in all.
 
     Raises:
-        ValueError: an over-long sample (naming it, its length and the limit) or an argument below 1.
+        ValueError: an over-long sample (naming it, its length and the limit), an argument below 1, or a cost that is
+            negative or not finite.
         ContractError: a sample without advantages, returns or values, or with a wrong length or mask.
         NonFiniteError: a number on the action mask that is not finite, in f32.
     """
@@ -97,7 +120,12 @@ def build_grid(
     _check_lengths(samples, stream, seq_len, pad_multiple)
     rows = _rows(samples, stream)
     rank_rows, mini_batches = _plan(
-        _split(rows, num_mini_batches), seq_len=seq_len, num_data_ranks=num_data_ranks, pad_multiple=pad_multiple
+        _split(rows, num_mini_batches),
+        seq_len=seq_len,
+        num_data_ranks=num_data_ranks,
+        pad_multiple=pad_multiple,
+        cost=cost,
+        max_samples=max_samples,
     )
     arrays_per_rank = [_arrays(micro_batches, stream) for micro_batches in rank_rows]
     header = GridHeader(
@@ -114,6 +142,8 @@ def build_grid(
         mini_batches=mini_batches,
         digest="",
         grid_digest="",
+        denominator=denominator,
+        denominator_tokens=denominator_tokens,
     )
     digests = [digest_arrays(arrays) for arrays in arrays_per_rank]
     whole = _grid_digest(header, digests)
@@ -136,7 +166,7 @@ def _check_lengths(samples: list[TrainingSample], stream: Stream, seq_len: int, 
 def _rows(samples: list[TrainingSample], stream: Stream) -> list[_Row]:
     rows: list[_Row] = []
     for index, sample in enumerate(samples):
-        mask = np.asarray(policy_loss_mask(sample) if stream == "policy" else sample.branch.loss_mask).astype(bool)
+        mask = np.asarray(policy_loss_mask(sample) if stream == "policy" else value_loss_mask(sample)).astype(bool)
         if mask.shape != sample.branch.action_mask.shape:
             raise ContractError(f"trace {sample.trace_id}: loss mask has {len(mask)} entries, not {sample.num_tokens}")
         if (mask & ~sample.branch.action_mask).any():
@@ -166,14 +196,14 @@ def _split(rows: list[_Row], num_parts: int) -> list[list[_Row]]:
 
 
 def _plan(
-    parts: list[list[_Row]], *, seq_len: int, num_data_ranks: int, pad_multiple: int
+    parts: list[list[_Row]], *, num_data_ranks: int, **limits: Any
 ) -> tuple[list[list[list[_Row]]], list[MiniBatch]]:
     """Rows by [data_rank][micro_batch], mini-batches one after the other, and each mini-batch's denominators."""
     rank_rows: list[list[list[_Row]]] = [[] for _ in range(num_data_ranks)]
     mini_batches: list[MiniBatch] = []
     for part in parts:
         lengths = [row.sample.num_tokens for row in part]
-        plan = pack(lengths, seq_len=seq_len, num_data_ranks=num_data_ranks, pad_multiple=pad_multiple)
+        plan = pack(lengths, num_data_ranks=num_data_ranks, **limits)
         for rank, micro_batches in enumerate(plan):
             rank_rows[rank] += [[part[index] for index in members] for members in micro_batches]
         num_tokens = int(sum(row.loss_mask.sum() for row in part))

@@ -3,18 +3,20 @@
 Legend: N samples, R data ranks, M micro-batches of a rank (the same on all ranks), K = R M bins.
 
 Notable:
-- First-fit-decreasing finds the least M it can. Where the samples fit, they are then spread over all K bins, largest
-  first onto the lightest bin, so that ranks work alike; where that gets stuck, the first-fit bins are dealt out.
-- Micro-batch i of every rank is about equally heavy, because ranks run it in lock-step.
-- Pure and deterministic: ties go to the lower index. O(N K), vectorised over K: 4096 samples take less than a second.
+- M is the least that could hold the samples where they level out over so many bins, else what first-fit-decreasing
+  needs. Levelled bins make ranks work alike at every micro-batch, which they run in lock-step.
+- Ranks are balanced by tokens or by a cost (`services.packing.cost`). The limits are in tokens and samples in any case.
+- Pure and deterministic: ties go to the lower index. 8192 samples onto 64 ranks take some tens of milliseconds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
+from services.packing.balance import balance
+from services.packing.bins import first_fit_decreasing, spread
 
 
 def pack(
@@ -24,6 +26,7 @@ def pack(
     num_data_ranks: int,
     cost: Callable[[int], float] | Sequence[float] | None = None,
     pad_multiple: int = 1,
+    max_samples: int | None = None,
 ) -> list[list[list[int]]]:
     """Pack samples into bins of `seq_len` tokens and share the bins among the data ranks.
 
@@ -33,6 +36,7 @@ def pack(
         num_data_ranks: R.
         cost: What the ranks' loads are balanced by: a function of a sample's length, or [N] numbers; None: tokens.
         pad_multiple: Every sample takes its length rounded up to a multiple of this.
+        max_samples: Samples of a bin at most; None: no limit.
 
     Returns:
         `[data_rank][micro_batch][sample index]`: every index exactly once, the same number of micro-batches on every
@@ -42,25 +46,48 @@ def pack(
         ValueError: a sample that does not fit (naming it, its length and the limit), an empty sample, an argument
             below 1, a cost that is negative, not finite or missing.
     """
-    for name, number in (("seq_len", seq_len), ("num_data_ranks", num_data_ranks), ("pad_multiple", pad_multiple)):
+    limit = max(1, len(lengths)) if max_samples is None else max_samples
+    arguments = {"seq_len": seq_len, "num_data_ranks": num_data_ranks, "pad_multiple": pad_multiple}
+    for name, number in (arguments | {"max_samples": limit}).items():
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    sizes = np.array([-(-int(length) // pad_multiple) * pad_multiple for length in lengths], dtype=np.int64)  # [N]
-    for index, (length, size) in enumerate(zip(lengths, sizes.tolist(), strict=True)):
-        if length < 1:
-            raise ValueError(f"sample {index} has length {length}; an empty sample cannot be packed")
-        if size > seq_len:
-            padded = "" if size == length else f" ({size} padded to a multiple of {pad_multiple})"
-            raise ValueError(f"sample {index} has length {length}{padded}, over the limit of {seq_len} tokens")
+    sizes = _sizes(lengths, seq_len, pad_multiple)
     costs = _costs(lengths, sizes, cost)
     if len(sizes) == 0:
         return [[] for _ in range(num_data_ranks)]
+    bins = _bins(sizes, costs, seq_len, num_data_ranks, limit)
+    return balance(bins, sizes, costs, seq_len=seq_len, num_data_ranks=num_data_ranks, max_samples=limit)
 
-    bins = _first_fit_decreasing(sizes, seq_len)
-    num_micro_batches = math.ceil(len(bins) / num_data_ranks)
-    num_bins = num_micro_batches * num_data_ranks
-    spread = _spread(sizes, costs, seq_len, num_bins)
-    return _deal(spread or bins + [[] for _ in range(num_bins - len(bins))], costs, num_data_ranks)
+
+def _sizes(lengths: Sequence[int], seq_len: int, pad_multiple: int) -> np.ndarray:
+    """[N] tokens that each sample takes of a bin."""
+    given = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    sizes = -(-given // pad_multiple) * pad_multiple
+    for index in np.flatnonzero((given < 1) | (sizes > seq_len)).tolist():
+        length, size = int(given[index]), int(sizes[index])
+        if length < 1:
+            raise ValueError(f"sample {index} has length {length}; an empty sample cannot be packed")
+        padded = "" if size == length else f" ({size} padded to a multiple of {pad_multiple})"
+        raise ValueError(f"sample {index} has length {length}{padded}, over the limit of {seq_len} tokens")
+    return sizes
+
+
+def _bins(sizes: np.ndarray, costs: np.ndarray, seq_len: int, num_data_ranks: int, max_samples: int) -> list[list[int]]:
+    """Members of each of K bins."""
+    num_large = int((2 * sizes > seq_len).sum())  # no two of these share a bin
+    needed = max(-(-int(sizes.sum()) // seq_len), num_large, -(-len(sizes) // max_samples))
+    num_bins = _rounded_up(needed, num_data_ranks)
+    levelled = spread(sizes, costs, seq_len, num_bins, max_samples)
+    if levelled is not None:
+        return levelled
+    fitted = first_fit_decreasing(sizes, seq_len, max_samples)
+    needed, num_bins = num_bins, _rounded_up(len(fitted), num_data_ranks)
+    levelled = spread(sizes, costs, seq_len, num_bins, max_samples) if num_bins > needed else None
+    return levelled or fitted + [[] for _ in range(num_bins - len(fitted))]
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _costs(
@@ -75,46 +102,3 @@ def _costs(
     if not (np.isfinite(costs).all() and (costs >= 0).all()):
         raise ValueError("cost must be finite and not negative")
     return costs
-
-
-def _first_fit_decreasing(sizes: np.ndarray, seq_len: int) -> list[list[int]]:
-    free = np.full(len(sizes), seq_len, dtype=np.int64)  # [N]: at most one bin per sample
-    bins: list[list[int]] = []
-    for index in np.argsort(-sizes, kind="stable").tolist():
-        size = sizes[index]
-        # The first bin not yet opened always has room, so argmax finds a true entry.
-        first = int(np.argmax(free[: len(bins) + 1] >= size))
-        if first == len(bins):
-            bins.append([])
-        bins[first].append(index)
-        free[first] -= size
-    return bins
-
-
-def _spread(sizes: np.ndarray, costs: np.ndarray, seq_len: int, num_bins: int) -> list[list[int]] | None:
-    """Costliest sample first onto the cheapest of `num_bins` bins with room; None where one finds no room."""
-    free = np.full(num_bins, seq_len, dtype=np.int64)  # [K]
-    loads = np.zeros(num_bins)  # [K]
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for index in np.lexsort((-sizes, -costs)).tolist():
-        cheapest = int(np.argmin(np.where(free >= sizes[index], loads, np.inf)))
-        if free[cheapest] < sizes[index]:
-            return None
-        bins[cheapest].append(index)
-        free[cheapest] -= sizes[index]
-        loads[cheapest] += costs[index]
-    return bins
-
-
-def _deal(bins: list[list[int]], costs: np.ndarray, num_data_ranks: int) -> list[list[list[int]]]:
-    """Deal K bins in rounds of R, heaviest first; within a round the heaviest goes to the lightest rank."""
-    loads = [float(costs[members].sum()) for members in bins]
-    order = sorted(range(len(bins)), key=lambda b: (not bins[b], -loads[b], b))
-    ranks: list[list[list[int]]] = [[] for _ in range(num_data_ranks)]
-    totals = [0.0] * num_data_ranks
-    for start in range(0, len(order), num_data_ranks):
-        by_total = sorted(range(num_data_ranks), key=lambda rank: (totals[rank], rank))
-        for rank, b in zip(by_total, order[start : start + num_data_ranks], strict=True):
-            ranks[rank].append(sorted(bins[b]))
-            totals[rank] += loads[b]
-    return ranks

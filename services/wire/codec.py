@@ -36,6 +36,8 @@ _Decoded = TypeVar("_Decoded")
 MAX_HEADER_BYTES = 2**20
 """Frame 0 of a real item takes about a kilobyte."""
 
+_OFF = np.zeros(1, dtype="|u1")
+"""What surrounds an item's action mask."""
 _SCHEMA: dict[str, str] = {name: dtype for arrays in STREAM_ARRAYS.values() for name, dtype in arrays.items()}
 
 
@@ -188,6 +190,8 @@ def _check_header(header: GridHeader) -> None:
         raise CodecError("temperature is not a positive number")
     if not all(math.isfinite(value) for value in header.loss_constants.values()):
         raise CodecError("a loss constant is not finite")
+    if (header.denominator_tokens < 1) if header.denominator == "constant" else header.denominator_tokens:
+        raise CodecError(f"denominator_tokens {header.denominator_tokens} does not fit {header.denominator}")
     if not header.mini_batches:
         raise CodecError("no mini-batches")
     for mini_batch in header.mini_batches:
@@ -232,11 +236,14 @@ def _check_spans(
     bounds = spans.reshape(-1, 3)[:, :2].astype(np.int64)  # [N, 2] start, end within the sample
     if bool(((bounds[:, 0] >= bounds[:, 1]) | (bounds[:, 1] > lengths[owner])).any()):
         raise CodecError("a version span is empty or outside its sample")
-    offsets = (ends - lengths)[owner]
-    steps = np.zeros(action_mask.size + 1, dtype=np.int64)
-    np.add.at(steps, offsets + bounds[:, 0], 1)
-    np.add.at(steps, offsets + bounds[:, 1], -1)
-    if not np.array_equal(np.cumsum(steps)[:-1], action_mask):
+    bounds += (ends - lengths)[owner, None]  # within the item
+    bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
+    gaps = bounds[1:, 0] - bounds[:-1, 1]
+    outer = np.ones(2 * num_spans, dtype=bool)  # starts and ends, but for those where one span continues another
+    outer[1:-1] = np.repeat(gaps != 0, 2)
+    # No run of action tokens crosses samples, as the first token of none is one: runs and merged spans must be equal.
+    edges = np.flatnonzero(np.diff(action_mask, prepend=_OFF, append=_OFF) != 0)  # ten times as fast on bool
+    if bool((gaps < 0).any()) or not np.array_equal(bounds.reshape(-1)[outer], edges):
         raise CodecError("version spans do not cover exactly the action tokens")
 
 

@@ -18,6 +18,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from services.wire.errors import ContractError
+
 Stream = Literal["policy", "critic"]
 
 COMMON_ARRAYS: dict[str, str] = {
@@ -54,7 +56,11 @@ class MiniBatch(msgspec.Struct, frozen=True):
     """samples with at least one loss token, over all data ranks"""
 
 
-class GridHeader(msgspec.Struct, frozen=True):
+Denominator = Literal["token_mean", "sequence_mean", "constant"]
+"""What a loss is a mean of: see `GridHeader.divisor`."""
+
+
+class GridHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a trainer must know about a grid item before it touches an array."""
 
     run_id: str
@@ -70,6 +76,26 @@ class GridHeader(msgspec.Struct, frozen=True):
     mini_batches: list[MiniBatch]
     digest: str
     grid_digest: str
+    denominator: Denominator = "token_mean"
+    denominator_tokens: int = 0
+    """what stands for a sample's length with "constant"; unused otherwise"""
+
+    def divisor(self, mini_batch: MiniBatch) -> float:
+        """What an optimizer step's loss sum over all ranks is divided by, at least 1.
+
+        token_mean: all loss tokens. sequence_mean: samples, where a token counts 1 / (loss tokens of its sample).
+        constant: samples times `denominator_tokens`, whatever their lengths.
+
+        Raises:
+            ContractError: "constant" without its number.
+        """
+        if self.denominator == "token_mean":
+            return max(mini_batch.tokens, 1)
+        if self.denominator == "sequence_mean":
+            return max(mini_batch.samples, 1)
+        if self.denominator_tokens < 1:
+            raise ContractError(f"a constant denominator of {self.denominator_tokens} tokens a sample")
+        return max(mini_batch.samples, 1) * self.denominator_tokens
 
     @property
     def key(self) -> tuple[int, str, int, int]:

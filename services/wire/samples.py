@@ -71,6 +71,11 @@ class Branch:
         """The oldest policy version among the action tokens."""
         return min(span.version for span in self.version_spans)
 
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version among the action tokens; 0 without one."""
+        return max((span.version for span in self.version_spans), default=0)
+
 
 @dataclass(slots=True)
 class Trace:
@@ -99,7 +104,7 @@ class Trace:
 
 @dataclass(slots=True)
 class TrainingSample:
-    """One trainable branch on its way to the trainers; scoring and credit fill the last six fields."""
+    """One trainable branch on its way to the trainers; scoring and credit fill the fields from `values` on."""
 
     trace_id: str
     group_id: str
@@ -118,11 +123,20 @@ class TrainingSample:
     """[T] f64 value targets, 0 off the action mask; None without a critic"""
     policy_loss_mask: np.ndarray | None = field(default=None)
     """[T] bool: the loss mask after filters that act on the policy grid only; None means the branch's loss mask"""
+    value_loss_mask: np.ndarray | None = field(default=None)
+    """[T] bool: the loss mask of the critic grid alone; None means the branch's loss mask"""
+    prompt_id: str = ""
+    """the same for all traces of a prompt, in any epoch; "" where nobody said"""
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return len(self.branch.token_ids)
+
+    @property
+    def prompt(self) -> str:
+        """What baselines per prompt are kept by: the prompt's name, or the group's where it has none."""
+        return self.prompt_id or self.group_id
 
 
 def validate_branch(branch: Branch) -> None:

@@ -18,7 +18,12 @@ from services.wire.grids import GridItem
 from services.wire.samples import TrainingSample
 from tests.architectures import VOCABULARY, build
 from tests.samples import make_sample
+from value_service.losses.support import Support
 from value_service.updater import Updater
+
+SUPPORT = Support(0.0, 1.0, 11)
+TWO_HOT = {"low": 0.0, "high": 1.0, "num_bins": 11.0, "pad_bins": 3.0}
+CLASSIFY = {"two_hot": TWO_HOT, "hl_gauss": TWO_HOT | {"sigma_ratio": 0.75}}
 
 
 @pytest.fixture
@@ -26,8 +31,8 @@ def model(tmp_path) -> PreTrainedModel:
     return build(tmp_path, "qwen3")
 
 
-def critic_of(model: PreTrainedModel, init_std: float = 0.1) -> Critic:
-    return Critic(model, head_init_std=init_std, seed=2)
+def critic_of(model: PreTrainedModel, init_std: float = 0.1, support: Support | None = None) -> Critic:
+    return Critic(model, head_init_std=init_std, seed=2, points=None if support is None else support.points.tolist())
 
 
 def updater_of(critic: Critic, **settings) -> Updater:
@@ -48,21 +53,33 @@ def samples() -> list[TrainingSample]:
     return out
 
 
-def grid(rows: list[TrainingSample], *, loss_name: str = "mse", temperature: float = 1.0) -> GridItem:
-    (item,) = build_grid(
+def grid(rows: list[TrainingSample], **settings) -> GridItem:
+    (item,) = grids(rows, **settings)
+    return item
+
+
+def grids(
+    rows: list[TrainingSample],
+    *,
+    loss_name: str = "mse",
+    temperature: float = 1.0,
+    constants: dict[str, float] | None = None,
+    num_ranks: int = 1,
+    seq_len: int = 32,
+) -> list[GridItem]:
+    return build_grid(
         rows,
         stream="critic",
-        seq_len=32,
-        num_data_ranks=1,
+        seq_len=seq_len,
+        num_data_ranks=num_ranks,
         run_id="run",
         epoch=1,
         step=0,
         policy_version=0,
         temperature=temperature,
         loss_name=loss_name,
-        loss_constants={},
+        loss_constants=constants or {},
     )
-    return item
 
 
 def weights(critic: Critic) -> dict[str, torch.Tensor]:
@@ -162,3 +179,99 @@ def test_a_critic_that_went_bad_is_counted_and_not_trained(model: PreTrainedMode
     before = weights(critic)
     row = updater_of(critic).train(grid(samples()))
     assert row["value/nonfinite"] == 2 and moved(before, critic) == set()
+
+
+# ---------------------------------------------------------------- classification
+
+
+@pytest.mark.parametrize("loss_name", CLASSIFY)
+def test_a_classification_critic_learns_and_says_how_it_classifies(model: PreTrainedModel, loss_name: str) -> None:
+    """Scenario: targets 1 and 0, a zero head. Result: from the middle value and ln 17 towards the targets."""
+    critic, item = critic_of(model, 0.0, SUPPORT), None
+    updater = updater_of(critic, updates_per_batch=1)
+    item = grid(samples(), loss_name=loss_name, constants=CLASSIFY[loss_name])
+    first, *_, last = (updater.train(item) for _ in range(40))
+    assert first["value/loss"] == pytest.approx(np.log(17), rel=1e-5)
+    assert first["value/entropy"] == pytest.approx(np.log(17), rel=1e-5)
+    assert first["value/confidence"] == pytest.approx(1 / 17, rel=1e-5)
+    assert first["value/brier"] == pytest.approx(0.25) and first["value/target_oob_fraction"] == 0
+    assert first["value/bias"] == pytest.approx(0.5 - 1 / 3) and first["value/explained_variance"] == pytest.approx(0)
+    assert last["value/accuracy"] == 1.0 and last["value/brier"] < 0.02 and last["value/explained_variance"] > 0.9
+    assert last["value/entropy"] < first["value/entropy"] and last["value/calibration_error"] < 0.2
+
+
+def test_measures_that_only_a_classification_has_are_absent_for_a_regression(model: PreTrainedModel) -> None:
+    row = updater_of(critic_of(model)).train(grid(samples()))
+    names = {"accuracy", "entropy", "confidence", "target_oob_fraction", "clip_fraction"}
+    assert not {f"value/{name}" for name in names} & row.keys()
+    assert {"value/brier", "value/explained_variance_by_trace", "value/calibration_error"} <= row.keys()
+    assert sum(row[name] for name in row if name.endswith("/tokens")) == row["value/loss_tokens"] == 9
+
+
+def test_targets_out_of_range_are_clamped_and_counted(model: PreTrainedModel) -> None:
+    rows = samples()
+    assert rows[0].returns is not None
+    rows[0].returns[rows[0].branch.action_mask] = 3.0
+    row = updater_of(critic_of(model, 0.0, SUPPORT)).train(grid(rows, loss_name="two_hot", constants=TWO_HOT))
+    assert row["value/target_oob_fraction"] == pytest.approx(3 / 9) and np.isfinite(row["value/loss"])
+
+
+@pytest.mark.parametrize("loss_name", CLASSIFY)
+def test_the_gradient_is_the_same_for_every_packing_and_with_dummies(model: PreTrainedModel, loss_name: str) -> None:
+    """And equal to cross-entropy written out in f64 from the head's own logits (the head's share of it)."""
+    critic, rows = critic_of(model, 0.3, SUPPORT), samples()
+    settings = {"loss_name": loss_name, "constants": CLASSIFY[loss_name]}
+    updater = updater_of(critic, optim={"lr": 0.0, "max_grad_norm": 1e9}, updates_per_batch=1)
+    gradients = []
+    for layout in ({}, {"seq_len": 8}, {"num_ranks": 3}):
+        total = torch.zeros(sum(p.numel() for p in critic.parameters()), dtype=torch.float64)
+        for item in grids(rows, **layout, **settings):
+            updater.train(item)
+            total += torch.cat([p.grad.flatten().double() for p in critic.parameters() if p.grad is not None])
+        gradients.append(total)
+    for other in gradients[1:]:
+        assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-5
+    expected = torch.zeros(17, dtype=torch.float64)  # of the bias: mean of softmax - target
+    for sample in rows:
+        ids, mask = torch.from_numpy(sample.branch.token_ids.astype(np.int64)), sample.branch.action_mask
+        with torch.no_grad():
+            logits = critic.outputs(ids, PackedLayout.of([len(ids)]))[np.flatnonzero(mask) - 1].double()
+        assert sample.returns is not None
+        for z, y in zip(logits, sample.returns[mask], strict=True):
+            below = torch.special.ndtr((torch.from_numpy(SUPPORT.edges) - y) / 0.075)
+            smooth = below.diff() / (below[-1] - below[0])
+            sharp = torch.eye(17, dtype=torch.float64)[3 if y == 0 else 13]
+            expected += (z.softmax(-1) - (sharp if loss_name == "two_hot" else smooth)) / 9
+    offset = sum(p.numel() for p in critic.backbone.parameters()) + critic.head.weight.numel()
+    torch.testing.assert_close(gradients[0][offset:], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("constants", "support"),
+    [
+        (TWO_HOT, None),
+        (TWO_HOT, Support(0.0, 1.0, 11, pad_bins=0)),
+        (TWO_HOT, Support(0.0, 2.0, 11)),
+        ({}, SUPPORT),
+        ({"low": 0.0}, SUPPORT),
+    ],
+)
+def test_a_header_that_does_not_fit_the_head_stops_training(
+    model: PreTrainedModel, constants: dict[str, float], support: Support | None
+) -> None:
+    critic = critic_of(model, 0.1, support)
+    before, name = weights(critic), "two_hot" if constants else "mse"
+    with pytest.raises(ContractError, match=r"does not fit the critic's head|has no"):
+        updater_of(critic).train(grid(samples(), loss_name=name, constants=constants))
+    assert moved(before, critic) == set()
+
+
+def test_the_clip_holds_values_near_those_at_scoring_for_all_k_updates(model: PreTrainedModel) -> None:
+    rows = samples()
+    for sample in rows:
+        sample.values = np.zeros(sample.num_tokens)
+    critic = critic_of(model, 0.0)
+    row = updater_of(critic, updates_per_batch=30).train(grid(rows, constants={"clip": 0.2}))
+    assert row["value/clip_fraction"] == 0.0
+    row = updater_of(critic, updates_per_batch=1).train(grid(rows, constants={"clip": 0.2}))
+    assert 0 < row["value/clip_fraction"] < 1

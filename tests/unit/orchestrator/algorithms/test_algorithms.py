@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from orchestrator.algorithms import ALGORITHMS, build
-from services.config.algorithm import AlgorithmFacts, GrpoConfig, PpoConfig, SaoConfig
+from services.config.algorithm import AlgorithmFacts, GrpoConfig, PpoConfig, SaoConfig, VapoConfig
+from services.config.validate import ALGORITHMS as CONFIGS
 from services.wire.errors import ConfigError, ContractError, NonFiniteError
 from services.wire.samples import StopReason
 from tests.samples import make_sample
@@ -25,6 +26,10 @@ def sao(**kwargs):
 
 def ppo(**kwargs):
     return build(PpoConfig(type="ppo", **kwargs))
+
+
+def vapo(**kwargs):
+    return build(VapoConfig(type="vapo", **kwargs))
 
 
 def grpo(**kwargs):
@@ -151,6 +156,27 @@ def test_ppo_takes_groups_of_one():
     assert samples[0][0].advantages[1] > 0 > samples[1][0].advantages[1]
 
 
+# VAPO -----------------------------------------------------------------------------------------------------------------
+
+
+def test_vapo_is_sao_s_credit_with_its_own_alpha_for_the_clipped_ratio():
+    ours, theirs = make_sample(GAP_MASK, values=GAP_VALUES), make_sample(GAP_MASK, values=GAP_VALUES)
+    vapo(alpha=1.5, whiten=False).credit([[ours]])
+    sao().credit([[theirs]])
+    assert ours.advantages.tobytes() == theirs.advantages.tobytes()
+    assert ours.returns.tobytes() == theirs.returns.tobytes()
+    config = VapoConfig(type="vapo")
+    assert (config.policy_loss, config.alpha, config.value_lambda) == ("ppo_clip", 0.05, 1.0)
+    assert config.loss_constants() == {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 0.0}
+
+
+def test_vapo_s_short_answers_are_one_step_looks_ahead():
+    """1/alpha = 20 action tokens and fewer: lambda is clamped at 0."""
+    metrics = vapo().credit([[make_sample([1] * 20, values=[0.5] * 20)]])
+    assert metrics["credit/lambda_max"] == 0.0
+    assert vapo().credit([[make_sample([1] * 40, values=[0.5] * 40)]])["credit/lambda_max"] == pytest.approx(0.5)
+
+
 # GRPO -----------------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +230,15 @@ def test_grpo_scores_step_rewards_too():
     assert firsts([stepped, other]) == [0.5, -0.5]
 
 
+def test_grpo_s_loss_is_a_setting():
+    clipped, masked = GrpoConfig(type="grpo"), GrpoConfig(type="grpo", loss="dis")
+    assert (clipped.policy_loss, masked.policy_loss) == ("ppo_clip", "dis")
+    assert clipped.loss_constants() == {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": 0.0}
+    assert masked.loss_constants() == {"eps_low": 0.3, "eps_high": 5.0}
+    coding = GrpoConfig(type="grpo", loss="dis", eps_low=0.8, eps_high=3.0)
+    assert coding.loss_constants() == {"eps_low": 0.8, "eps_high": 3.0}
+
+
 def test_grpo_refuses_to_bootstrap():
     with pytest.raises(ConfigError, match="truncation"):
         grpo(truncation="bootstrap")
@@ -213,16 +248,16 @@ def test_grpo_refuses_to_bootstrap():
 
 
 def test_the_registry_names_every_configured_algorithm():
-    assert sorted(ALGORITHMS) == ["grpo", "ppo", "sao"]
-    for algorithm in (sao(), ppo(), grpo()):
-        assert type(algorithm) in ALGORITHMS.values()
+    assert set(ALGORITHMS) == set(CONFIGS)
+    for name, config in CONFIGS.items():
+        assert type(build(config(type=name))) is ALGORITHMS[name]
 
 
 def test_an_unknown_algorithm_is_refused_with_the_choices():
     class Other(AlgorithmFacts):
         type: str = "other"
 
-    with pytest.raises(ConfigError, match="'other'; known: grpo, ppo, sao"):
+    with pytest.raises(ConfigError, match="'other'; known: evpo, grpo, ppo"):
         build(Other())
 
 

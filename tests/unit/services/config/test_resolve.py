@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.algorithms import ALGORITHMS as CREDITS
 from orchestrator.environments import ENVIRONMENTS
 from services.config.checks import PORT_KEYS
 from services.config.model_path import TINY_TASKS
@@ -118,6 +119,15 @@ def test_a_dumped_config_loads_equal(tmp_path):
     assert from_toml(to_toml(other)) == other
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_resolves_with_its_defaults_and_loads_equal(tmp_path, name):
+    settings = [("algorithm.type", name), ("orchestrator.group_size", "4")]
+    settings += [] if ALGORITHMS[name].needs_value else [("value", "none")]
+    config = resolve([write(tmp_path, GOOD)], settings).config
+    assert config.algorithm.type == name
+    assert from_toml(to_toml(config)) == config
+
+
 # ---------------------------------------------------------------- single problems
 
 
@@ -209,7 +219,7 @@ def test_a_problem_names_file_line_key_and_fix(tmp_path, extra, line, said):
         ),
         (
             [("algorithm.type", "grpo"), ("orchestrator.group_size", "4")],
-            "15: value: grpo has no use for a critic; fix: delete [value] or choose algorithm.type = sao or ppo",
+            "15: value: grpo has no use for a critic; fix: delete [value] or choose algorithm.type = sao, ppo, vapo",
         ),
     ],
 )
@@ -222,6 +232,42 @@ def test_a_group_too_small_for_the_algorithm_is_refused(tmp_path):
     path = write(tmp_path, GOOD)
     problem = only_problem(path, ("algorithm.type", "grpo"), ("value", "none"), ("orchestrator.group_size", "1"))
     assert problem.startswith("command line: orchestrator.group_size: 1 is too small for grpo; fix: give at least 2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            [("algorithm.type", "evpo")],
+            'orchestrator.group_size: 1 is too small for evpo with scope "group"; fix: give at least 2, or '
+            'algorithm.scope = "batch"',
+        ),
+        ([("algorithm.filter_equal_rewards", "true")], "algorithm.filter_equal_rewards: a group of one trace"),
+        (
+            [("algorithm.type", "spo"), ("value", "none"), ("algorithm.loss", "dis"), ("algorithm.dual_clip", "3.0")],
+            "algorithm.dual_clip: the double-sided mask",
+        ),
+        (
+            [("algorithm.type", "running_mean"), ("value", "none"), ("algorithm.eps_low", "1.5")],
+            "algorithm.eps_low: 1.5 leaves",
+        ),
+        (
+            [("algorithm.type", "spo"), ("value", "none"), ("algorithm.rho_low", "0.97")],
+            "algorithm.rho_low: 0.97 is more than algorithm.rho_high = 0.96; fix: give less",
+        ),
+        (
+            [("algorithm.type", "spo"), ("value", "none"), ("algorithm.prior_file", "nowhere.jsonl")],
+            "algorithm.prior_file: there is no file nowhere.jsonl; fix: ",
+        ),
+    ],
+)
+def test_settings_that_an_algorithm_cannot_use_are_refused(tmp_path, settings, said):
+    assert said in only_problem(write(tmp_path, GOOD), *settings)
+
+
+def test_groups_of_one_suit_evpo_with_the_scope_of_a_batch(tmp_path):
+    config = resolve([write(tmp_path, GOOD)], [("algorithm.type", "evpo"), ("algorithm.scope", "batch")]).config
+    assert config.algorithm.min_group == 1 and config.algorithm.policy_loss == "ppo_clip"
 
 
 def test_bootstrapping_a_cut_trace_needs_a_critic(tmp_path):
@@ -349,7 +395,7 @@ def test_an_unknown_algorithm_is_named_with_the_choices(tmp_path):
     path = write(tmp_path, GOOD.replace('"sao"', '"pro"'))
     assert (
         only_problem(path)
-        == f"{path}:6: algorithm.type: unknown algorithm 'pro'; fix: choose algorithm.type = sao, ppo, grpo"
+        == f"{path}:6: algorithm.type: unknown algorithm 'pro'; fix: choose algorithm.type = {', '.join(ALGORITHMS)}"
     )
 
 
@@ -359,7 +405,7 @@ def test_an_unknown_algorithm_is_named_with_the_choices(tmp_path):
 def test_names_written_twice_agree():
     assert set(TINY_TASKS) == set(ENVIRONMENTS)
     assert set(_TOP_LEVEL) == set(Config.model_fields)
-    assert set(ALGORITHMS) == {"sao", "ppo", "grpo"}
+    assert set(ALGORITHMS) == set(CREDITS)
     assert {".".join(map(str, key)) for key in PORT_KEYS.values()} == {
         key for key in known_keys() if key.rpartition(".")[2].endswith("port")
     }

@@ -88,3 +88,61 @@ def test_the_value_of_a_state_does_not_depend_on_the_token_that_follows(tmp_path
         values = [values_before_tokens(critic(ids, PackedLayout.of([10])), torch.tensor([10]))[0] for ids in (a, b)]
     assert torch.allclose(values[0][:7], values[1][:7], atol=1e-6)
     assert not torch.allclose(values[0][7:], values[1][7:], atol=1e-3)
+
+
+# ---------------------------------------------------------------- a head of K outputs
+
+POINTS = [-0.5, 0.0, 0.5, 1.0, 1.5]
+
+
+def test_a_fresh_classification_critic_says_the_middle_of_its_points_everywhere(tmp_path: Path) -> None:
+    critic = Critic(build(tmp_path, "llama"), head_init_std=0.0, seed=1, points=POINTS)
+    assert critic.head.weight.shape == (5, 32)
+    with torch.no_grad():
+        values = critic(sequences(6)[0], PackedLayout.of([6]))
+    assert values.dtype == torch.float32 and values.tolist() == pytest.approx([0.5] * 6)
+
+
+def test_a_value_is_the_mean_of_the_points_under_the_head_s_distribution() -> None:
+    head = ValueHead(8, init_std=1.0, seed=0, points=POINTS)
+    hidden = torch.randn(7, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        logits, values = head.outputs(hidden), head(hidden)
+    probs = logits.double().exp() / logits.double().exp().sum(-1, keepdim=True)
+    expected = (probs * torch.tensor(POINTS, dtype=torch.float64)).sum(-1)
+    assert logits.shape == (7, 5) and logits.dtype == values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), expected, atol=1e-6, rtol=0)
+
+
+def test_values_of_a_classification_head_lie_within_its_points_on_any_hidden_state() -> None:
+    """B11."""
+    head = ValueHead(4, init_std=1.0, seed=0, points=POINTS)
+    hidden = torch.tensor([[1e4, -1e4, 1e4, 1e4], [-1e4, 1e4, -1e4, -1e4], [0.0, 0, 0, 0]]).bfloat16()
+    with torch.no_grad():
+        values = head(hidden)
+    assert torch.isfinite(values).all() and float(values.min()) >= POINTS[0] and float(values.max()) <= POINTS[-1]
+
+
+def test_the_points_are_saved_with_the_head_and_are_no_parameter() -> None:
+    head = ValueHead(4, init_std=0.0, seed=0, points=POINTS)
+    assert head.state_dict()["points"].tolist() == POINTS
+    assert {name for name, _ in head.named_parameters()} == {"weight", "bias"}
+    assert "points" not in ValueHead(4, init_std=0.0, seed=0).state_dict()
+
+
+def test_outputs_of_k_columns_are_shifted_like_values_and_junk_before_a_sequence_stays_out() -> None:
+    output = torch.tensor([[1.0, 2.0], [3.0, 4.0], [float("nan")] * 2, [5.0, 6.0]])
+    before, last = values_before_tokens(output, torch.tensor([3, 1]))
+    assert before.tolist() == [[0, 0], [1, 2], [3, 4], [0, 0]] and last[1].tolist() == [5, 6]
+
+
+def test_scoring_and_the_trainer_read_the_same_values(tmp_path: Path) -> None:
+    """One shifts values, the other outputs; both must say the same of every state before a token."""
+    critic = Critic(build(tmp_path, "qwen3"), head_init_std=0.5, seed=0, points=POINTS)
+    ids, layout, lengths = torch.cat(sequences(4, 5)), PackedLayout.of([4, 5]), torch.tensor([4, 5])
+    with torch.no_grad():
+        scored, _ = values_before_tokens(critic(ids, layout), lengths)
+        trained = critic.head.values_of(values_before_tokens(critic.outputs(ids, layout), lengths)[0])
+    inner = torch.tensor([1, 2, 3, 5, 6, 7, 8])
+    assert torch.equal(scored[inner], trained[inner]) and scored[[0, 4]].tolist() == [0, 0]
+    assert float(scored[inner].std()) > 0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.packing.cost import flop_cost
 from services.packing.plan import pack
 
 
@@ -20,13 +21,19 @@ def loads(plan, lengths):
     return [sum(lengths[index] for micro_batch in rank for index in micro_batch) for rank in plan]
 
 
-def check(plan, lengths, seq_len, num_data_ranks, pad_multiple=1):
+def max_over_mean(plan, costs):
+    per_rank = loads(plan, costs)
+    return max(per_rank) / (sum(per_rank) / len(plan))
+
+
+def check(plan, lengths, seq_len, num_data_ranks, pad_multiple=1, max_samples=None):
     assert len(plan) == num_data_ranks
     assert len({len(rank) for rank in plan}) == 1
     assert members(plan) == list(range(len(lengths)))
     for rank in plan:
         for micro_batch in rank:
             assert sum(math.ceil(lengths[i] / pad_multiple) * pad_multiple for i in micro_batch) <= seq_len
+            assert max_samples is None or len(micro_batch) <= max_samples
 
 
 def test_one_rank_fills_its_bins():
@@ -128,7 +135,7 @@ def test_an_empty_sample_is_refused(length):
         pack([4, length], seq_len=8, num_data_ranks=2)
 
 
-@pytest.mark.parametrize("field", ["seq_len", "num_data_ranks", "pad_multiple"])
+@pytest.mark.parametrize("field", ["seq_len", "num_data_ranks", "pad_multiple", "max_samples"])
 def test_an_argument_below_one_is_refused(field):
     with pytest.raises(ValueError, match=field):
         pack([1], **{"seq_len": 8, "num_data_ranks": 1, "pad_multiple": 1, field: 0})
@@ -147,6 +154,130 @@ def test_4096_samples_are_packed_in_time(shape, num_data_ranks):
     rng = np.random.default_rng(0)
     lengths = {"equal": [1000] * 4096, "half": [513] * 4096, "mixed": rng.integers(1, 1024, 4096).tolist()}[shape]
     check(pack(lengths, seq_len=1024, num_data_ranks=num_data_ranks), lengths, 1024, num_data_ranks)
+
+
+# balance --------------------------------------------------------------------------------------------------------------
+
+ATTENTION = flop_cost(2560, 36, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=9728, vocab_size=151_936)
+"""A dense model of 4 B parameters: attention costs as much as all matrices from some 27,000 tokens on."""
+
+
+def lengths_of(shape, count):
+    rng = np.random.default_rng(count)
+    return {
+        "uniform": rng.integers(64, 8193, count),
+        "lognormal": np.clip(np.exp(rng.normal(6.5, 1.0, count)), 16, 16_384).astype(int),
+        "bimodal": np.where(rng.random(count) < 0.1, rng.integers(8000, 16_000, count), rng.integers(50, 600, count)),
+        "equal": np.full(count, 1000),
+    }[shape].tolist()
+
+
+@pytest.mark.parametrize("cost", [None, ATTENTION], ids=["tokens", "flops"])
+@pytest.mark.parametrize("shape", ["uniform", "lognormal", "bimodal", "equal"])
+def test_8192_samples_on_64_ranks_leave_the_heaviest_at_most_2_per_mille_above_the_mean(shape, cost):
+    lengths = lengths_of(shape, 8192)
+    seq_len = max(2 * max(lengths), sum(lengths) // 480)
+    plan = pack(lengths, seq_len=seq_len, num_data_ranks=64, cost=cost)
+    check(plan, lengths, seq_len, 64)
+    assert max_over_mean(plan, [(cost or float)(length) for length in lengths]) <= 1.002
+
+
+@pytest.mark.parametrize("cost", [None, ATTENTION], ids=["tokens", "flops"])
+@pytest.mark.parametrize("low", [1, 8193, 15_000])
+def test_512_bins_on_64_ranks_leave_the_heaviest_at_most_2_per_mille_above_the_mean(low, cost):
+    """Eight bins a rank, one sample in each: nothing small is left to fill up with."""
+    lengths = np.random.default_rng(low).integers(low, 16_385, 512).tolist()
+    plan = pack(lengths, seq_len=16_384, num_data_ranks=64, cost=cost, max_samples=1)
+    check(plan, lengths, 16_384, 64, max_samples=1)
+    assert len(plan[0]) == 8
+    assert max_over_mean(plan, [(cost or float)(length) for length in lengths]) <= 1.002
+
+
+def test_balance_by_tokens_is_no_balance_by_flops():
+    """Long samples on half of the ranks: equal in tokens, a tenth more in FLOPs."""
+    lengths = [16_384] * 4 + [256] * 1024
+    costs = [ATTENTION(length) for length in lengths]
+    by_tokens = pack(lengths, seq_len=131_072, num_data_ranks=8)
+    by_flops = pack(lengths, seq_len=131_072, num_data_ranks=8, cost=ATTENTION)
+    assert max_over_mean(by_tokens, lengths) < 1.001 and max_over_mean(by_tokens, costs) > 1.05
+    assert max_over_mean(by_flops, costs) < 1.002
+    check(by_flops, lengths, 131_072, 8)
+
+
+def test_samples_change_places_where_whole_bins_cannot_level_the_ranks():
+    """One bin a rank: longest first leaves 5+3+3, 5+3 and 4+4, of which the best is 5+4, 5+4 and 3+3+3."""
+    lengths = [5, 5, 4, 4, 3, 3, 3]
+    plan = pack(lengths, seq_len=40, num_data_ranks=3)
+    check(plan, lengths, 40, 3)
+    assert loads(plan, lengths) == [9, 9, 9]
+
+
+def test_micro_batches_of_a_rank_go_from_heavy_to_light():
+    lengths = np.random.default_rng(0).integers(1, 101, 60).tolist()
+    for rank in pack(lengths, seq_len=100, num_data_ranks=4):
+        tokens = [sum(lengths[i] for i in micro_batch) for micro_batch in rank]
+        assert tokens == sorted(tokens, reverse=True)
+
+
+def test_a_bin_takes_no_more_samples_than_it_may():
+    plan = pack([1] * 10, seq_len=100, num_data_ranks=2, max_samples=2)
+    check(plan, [1] * 10, 100, 2, max_samples=2)
+    assert len(plan[0]) == 3
+
+
+def test_more_ranks_than_samples_of_unlike_cost_stays_one_sample_a_rank():
+    plan = pack([5, 4, 3], seq_len=16, num_data_ranks=64, cost=ATTENTION)
+    check(plan, [5, 4, 3], 16, 64)
+    assert sorted(map(len, (rank[0] for rank in plan)), reverse=True)[:4] == [1, 1, 1, 0]
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("num_data_ranks", [8, 64])
+@pytest.mark.parametrize("power", [1, 2, 6])
+def test_the_search_for_swaps_ends_where_no_balance_can_be_had(num_data_ranks, power):
+    """A few samples cost as much as all others, and bins that are all but full leave no room to move any."""
+    lengths = lengths_of("lognormal", 512)
+    seq_len = max(max(lengths), int(sum(lengths) / num_data_ranks * 1.01))
+    plan = pack(lengths, seq_len=seq_len, num_data_ranks=num_data_ranks, cost=lambda n: float(n) ** power)
+    check(plan, lengths, seq_len, num_data_ranks)
+
+
+@pytest.mark.timeout(10)
+def test_a_search_that_would_take_too_long_is_cut_short():
+    """By the square, 98 % full: some thousands of pairs would still help a little."""
+    lengths = lengths_of("lognormal", 8192)
+    seq_len = int(sum(lengths) / 512 * 1.02)
+    plan = pack(lengths, seq_len=seq_len, num_data_ranks=64, cost=lambda n: float(n * n))
+    check(plan, lengths, seq_len, 64)
+    assert max_over_mean(plan, [n * n for n in lengths]) < 1.5
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=80),
+    st.integers(100, 300),
+    st.integers(1, 12),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([None, ATTENTION, lambda n: n**3]),
+)
+def test_any_plan_keeps_all_limits_and_no_rank_is_more_than_a_bin_above_the_mean(
+    lengths, seq_len, num_data_ranks, max_samples, cost
+):
+    kwargs = {"seq_len": seq_len, "num_data_ranks": num_data_ranks, "max_samples": max_samples, "cost": cost}
+    plan = pack(lengths, **kwargs)
+    check(plan, lengths, seq_len, num_data_ranks, max_samples=max_samples)
+    assert plan == pack(tuple(lengths), **kwargs) == pack(np.array(lengths), **kwargs)
+    costs = [(cost or float)(length) for length in lengths]
+    heaviest_bin = max(sum(costs[i] for i in micro_batch) for rank in plan for micro_batch in rank)
+    assert max(loads(plan, costs)) <= sum(costs) / num_data_ranks + heaviest_bin + 1e-6
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.permutations(list(range(1, 31))), st.integers(1, 5))
+def test_the_order_of_samples_does_not_change_the_loads(lengths, num_data_ranks):
+    plan = pack(lengths, seq_len=60, num_data_ranks=num_data_ranks)
+    in_order = pack(sorted(lengths), seq_len=60, num_data_ranks=num_data_ranks)
+    assert loads(plan, lengths) == loads(in_order, sorted(lengths))
 
 
 @settings(deadline=None, max_examples=50)

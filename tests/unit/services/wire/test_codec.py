@@ -58,6 +58,53 @@ def test_bytes_memoryviews_and_zmq_frames_decode_without_a_copy(wrap: Callable):
     assert np.shares_memory(token_ids, np.frombuffer(memoryview(frames[3]), dtype=np.uint8))
 
 
+@pytest.mark.parametrize("stream", ["policy", "critic"])
+def test_no_frame_is_a_copy_and_no_decoded_array_is_either(stream: Stream):
+    """One array from end to end: the sender's memory is what the socket is given, the receiver reads what came."""
+    item = make_item(stream=stream, lengths=(400, 300))
+    frames = encode_item(item)
+    assert len(frames) == 1 + len(STREAM_ARRAYS[stream])
+    back = decode_item(frames, max_bytes=MAX_BYTES)
+    for name, frame in zip(STREAM_ARRAYS[stream], frames[1:], strict=True):
+        assert np.shares_memory(np.frombuffer(frame, np.uint8), item.arrays[name]), name
+        assert np.shares_memory(back.arrays[name], item.arrays[name]), name
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    lengths=st.lists(st.integers(2, 8), min_size=1, max_size=4),
+    spans=st.lists(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), max_size=3), min_size=4, max_size=4),
+    mask=st.lists(st.booleans(), min_size=32, max_size=32),
+    follow=st.booleans(),
+)
+def test_spans_are_accepted_exactly_where_they_cover_each_action_token_once(
+    lengths: list[int], spans: list[list[tuple[int, int]]], mask: list[bool], follow: bool
+):
+    """Against counting token by token; with `follow` the mask is what the spans cover, so that most are accepted."""
+    arrays = dict(make_item(lengths=tuple(lengths)).arrays)
+    covered = [[0] * length for length in lengths]
+    for counts, own in zip(covered, spans, strict=False):
+        for start, size in own:
+            for token in range(start, min(start + size, len(counts))):
+                counts[token] += 1
+    fits = all(start + size <= n for n, own in zip(lengths, spans, strict=False) for start, size in own)
+    total = [count for counts in covered for count in counts]
+    action = np.array([count > 0 for count in total] if follow else mask[: len(total)], "|u1")
+    starts = np.cumsum(lengths) - lengths
+    if action[starts].any():
+        return  # refused for its first token
+    used = spans[: len(lengths)]
+    arrays |= {"action_mask": action, "loss_mask": action}
+    arrays["span_counts"] = np.array([len(own) for own in used], "<u4")
+    arrays["spans"] = np.array([n for own in used for a, size in own for n in (a, a + size, 7)], "<u4")
+    item = with_header(arrays)
+    if fits and total == action.tolist():
+        assert decode_item(encoded(item), max_bytes=MAX_BYTES).header == item.header
+    else:
+        with pytest.raises(CodecError, match="span"):
+            encode_item(item)
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.binary(max_size=200), max_size=12))
 def test_random_bytes_raise_codec_error_and_nothing_else(frames: list[bytes]):
@@ -125,6 +172,9 @@ def reseal(frames: list[bytes], **header_changes: object) -> list[bytes]:
         {"temperature": math.nan},
         {"temperature": 0.0},
         {"loss_constants": {"eps_low": math.inf}},
+        {"denominator": "constant"},
+        {"denominator": "token_mean", "denominator_tokens": 5},
+        {"denominator": "median"},
         {"mini_batches": []},
         {"mini_batches": [{"num_micro_batches": 3, "tokens": 4, "samples": 2}]},
         {"mini_batches": [{"num_micro_batches": 2, "tokens": -4, "samples": 2}]},
@@ -203,6 +253,8 @@ def test_the_encoder_refuses_wrong_dtypes_missing_arrays_and_wrong_digests():
         encode_item(GridItem(good.header, good.arrays | {"token_ids": good.arrays["token_ids"].astype(np.int64)}))
     with pytest.raises(CodecError, match="arrays"):
         encode_item(GridItem(good.header, {k: v for k, v in good.arrays.items() if k != "logprobs"}))
+    with pytest.raises(CodecError, match="unknown stream"):
+        encode_item(GridItem(msgspec.structs.replace(good.header, stream="value"), good.arrays))
     with pytest.raises(CodecError, match="digest"):
         encode_item(with_header(good.arrays, digest="0" * 64))
     with pytest.raises(CodecError, match="unknown"):

@@ -125,7 +125,7 @@ def test_the_critic_s_metrics():
     assert metrics["value/explained_variance_at_scoring"] == 0
     assert metrics["value/ev_undefined"] == 0
     assert metrics["value/empty_batch"] == 0
-    assert {"mse": mse_loss} == LOSSES
+    assert LOSSES["mse"] is mse_loss and set(LOSSES) == {"mse", "two_hot", "hl_gauss"}
 
 
 def test_an_empty_batch_is_flagged_and_an_undefined_explained_variance_is_none():
@@ -136,3 +136,34 @@ def test_an_empty_batch_is_flagged_and_an_undefined_explained_variance_is_none()
         "value/explained_variance": None,
         "value/ev_undefined": 1,
     }
+
+
+# ---------------------------------------------------------------- clip around the values at scoring
+
+
+def clipped(value, old, target, clip=0.2):
+    value = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    old, target = torch.tensor([old], dtype=torch.float64), torch.tensor([target], dtype=torch.float64)
+    loss, sums = mse_loss(value, target, torch.ones(1), denominator=1, old_values=old, clip=clip)
+    loss.backward()
+    return loss.item(), value.grad.item(), sums["clipped"].item()
+
+
+def test_the_clip_takes_the_larger_loss_and_stops_a_value_that_went_too_far():
+    """B08."""
+    assert clipped(2.0, 0.0, 1.0) == (pytest.approx(0.5), pytest.approx(1.0), 0)
+    assert clipped(0.9, 0.0, 1.0) == (pytest.approx(0.32), 0.0, 1)
+    assert clipped(0.1, 0.0, 1.0) == (pytest.approx(0.405), pytest.approx(-0.9), 0)
+
+
+def test_the_clip_ignores_junk_off_the_mask_and_needs_the_values_at_scoring():
+    values = torch.tensor([0.5, math.nan], dtype=torch.float64, requires_grad=True)
+    junk = torch.tensor([0.5, math.inf], dtype=torch.float64)
+    mask = torch.tensor([1, 0])
+    loss, _ = mse_loss(values, torch.tensor([1.0, math.nan]), mask, denominator=1, old_values=junk, clip=0.2)
+    loss.backward()
+    assert loss.item() == 0.125 and values.grad.tolist() == [-0.5, 0.0]
+    with pytest.raises(ValueError, match="needs old_values"):
+        mse_loss(values, torch.ones(2), mask, denominator=1, clip=0.2)
+    with pytest.raises(ValueError, match="clip must be 0 or positive"):
+        mse_loss(values, torch.ones(2), mask, denominator=1, old_values=junk, clip=-0.2)
