@@ -85,6 +85,7 @@ class PolicyTrainer:
         if config.kl.coef > 0:
             self._reference = PolicyHead(copy.deepcopy(model).requires_grad_(False))
         self._optimizer = Optimizer(model, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
+        self._updates_before = 0
 
     @property
     def optimizer(self) -> Optimizer:
@@ -102,6 +103,7 @@ class PolicyTrainer:
         sums: dict[str, float] = {}
         tokens = num_skipped = 0
         divisors = grad_norm = 0.0
+        self._updates_before = self._optimizer.num_updates
         mini_batches = list(item.mini_batches())
         old_logprobs = self._old_logprobs(item, [row for _, rows in mini_batches for row in rows])
         for mini_batch, micro_batches in mini_batches:
@@ -204,6 +206,8 @@ class PolicyTrainer:
 
     def _mismatch(self, micro_batch: MicroBatch, item: GridItem, row: _Row, gap: torch.Tensor) -> dict[str, float]:
         """Sums over the loss tokens that the version in training sampled itself, of |trainer - engine| `gap [n]`."""
+        if self._optimizer.num_updates > self._updates_before:
+            return {}  # an earlier mini-batch has moved the weights: they are no longer those that sampled
         current = self._sampled_by(item.header.policy_version, micro_batch, row.layout.num_tokens)[row.positions]
         gap = gap[current]
         return {

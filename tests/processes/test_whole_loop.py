@@ -80,8 +80,8 @@ def test_critic_makes_k_updates_a_step_and_the_policy_one(sao: Finished) -> None
     assert [row["policy/version"] for row in sao.rows("policy")] == [1, 2, 3, 4]
 
 
-def test_log_probabilities_agree_at_zero_staleness(sao: Finished, grpo: Finished) -> None:
-    for run in (sao, grpo):
+def test_log_probabilities_agree_at_zero_staleness(sao: Finished, ppo: Finished, grpo: Finished) -> None:
+    for run in (sao, ppo, grpo):
         rows = [row for row in run.rows("policy") if row["policy/mismatch_tokens"] > 0]
         assert rows and max(row["policy/mismatch_max"] for row in rows) < 1e-4
 

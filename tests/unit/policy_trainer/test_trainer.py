@@ -104,6 +104,13 @@ def test_another_temperature_than_that_of_sampling_shows_as_a_mismatch(model: Pr
     assert row["policy/mismatch_max"] > 0.1
 
 
+def test_mismatch_is_measured_before_the_first_of_several_updates(model: PreTrainedModel, folder: Path) -> None:
+    """Later mini-batches meet weights that sampled nothing."""
+    row = trainer_of(model, folder).train(grid(samples(model, folder, temperature=1.0), parts=2))
+    assert 0 < row["policy/mismatch_tokens"] < row["policy/loss_tokens"] == 8
+    assert row["policy/mismatch_max"] < 1e-4
+
+
 def test_mismatch_is_measured_on_tokens_of_the_trained_version_only(model: PreTrainedModel, folder: Path) -> None:
     rows = samples(model, folder, temperature=1.0, version=3)
     rows[0].branch.version_spans = [VersionSpan(2, 4, 4), VersionSpan(5, 6, 3)]
