@@ -158,12 +158,13 @@ def test_a_grid_that_trains_in_between_leaves_each_reply_with_one_critic_step(se
         sender = GridSender(context.critic_grid_url, stream="critic", run_id="test", epoch=1, num_data_ranks=2)
         client = ScoreClient(context.value_url)
         try:
+            before = await client.score(probe * 3, deadline_s=60)  # the grid may overtake what is asked from here on
             asking = [asyncio.create_task(client.score(probe * 3, deadline_s=60)) for _ in range(10)]
             await sender.send(critic_grid(step=0), deadline_s=60)
             while (await client.score(probe * 3, deadline_s=60)).critic_step == 0:
                 asking += [asyncio.create_task(client.score(probe * 3, deadline_s=60)) for _ in range(4)]
                 await asyncio.sleep(0.01)
-            return await asyncio.gather(*asking, client.score(probe * 3, deadline_s=60))
+            return [before, *await asyncio.gather(*asking, client.score(probe * 3, deadline_s=60))]
         finally:
             await client.close()
             await sender.close()
