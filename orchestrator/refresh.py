@@ -8,6 +8,7 @@ Notable:
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from orchestrator.algorithms import Algorithm
@@ -30,8 +31,8 @@ async def refresh_advantages(
         How long it took, and the mean absolute advantage the policy gets.
     """
     started = time.monotonic()
-    for group in groups:
-        await score_group(group, scorer, deadline_s=deadline_s)
+    # all at once, so that the service packs them together
+    await asyncio.gather(*(score_group(group, scorer, deadline_s=deadline_s) for group in groups))
     row = algorithm.credit_policy_again([group.samples for group in groups])
     refreshed = {"time/refresh_s": time.monotonic() - started}
     if "credit/advantage_abs_mean" in row:

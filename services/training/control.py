@@ -7,7 +7,6 @@ Notable:
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from urllib.parse import urlsplit
 
@@ -68,7 +67,6 @@ class ServerThread:
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-        self.loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._url = url
@@ -94,11 +92,7 @@ class ServerThread:
         self._thread.join(timeout=3.0)
 
     def _run(self) -> None:
-        async def serve() -> None:
-            self.loop = asyncio.get_running_loop()
-            await self._server.serve()
-
         try:
-            uvloop.run(serve())
+            uvloop.run(self._server.serve())
         except BaseException as error:  # the thread boundary: start() reports it
             self._failure = error
