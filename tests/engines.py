@@ -130,10 +130,24 @@ async def tokens_flow(client: EngineClient) -> None:
 async def generation_across_update(
     client: EngineClient, snapshot: Path, version: int, *, num_tokens: int, seed: int = 5
 ) -> Generation:
-    """One long generation with an update to `version` while it runs."""
-    running = asyncio.create_task(
-        client.generate(PROMPT, max_tokens=num_tokens, temperature=1.0, seed=seed, deadline_s=120, ignore_eos=True)
-    )
-    await tokens_flow(client)
-    await client.update_weights(snapshot, version, deadline_s=60)
-    return await running
+    """One long generation with an update to `version` while it runs.
+
+    On a busy machine the engine may be done before the update has reached it. What is wanted is an update in flight,
+    so the engine then goes back to what it served, and the same is tried again in a crowd, which slows it down.
+    """
+    before, old = client.version, snapshot.with_name(f"v{client.version:06d}")
+    for num_companions in (0, 7, 14):
+        seeds = [seed, *range(1000, 1000 + num_companions)]
+        running = [
+            asyncio.create_task(
+                client.generate(PROMPT, max_tokens=num_tokens, temperature=1.0, seed=s, deadline_s=120, ignore_eos=True)
+            )
+            for s in seeds
+        ]
+        await tokens_flow(client)
+        await client.update_weights(snapshot, version, deadline_s=60)
+        generation, *_ = await asyncio.gather(*running)
+        if len(generation.spans) > 1:
+            return generation
+        await client.update_weights(old, before, deadline_s=60)
+    raise AssertionError("every generation ended before its update")

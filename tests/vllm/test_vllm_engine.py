@@ -121,21 +121,21 @@ async def test_an_over_long_prompt_is_refused(client: EngineClient) -> None:
 async def test_each_span_around_an_update_in_flight_matches_its_own_snapshot(
     client: EngineClient, snapshots: list[Path]
 ) -> None:
-    generation = await generation_across_update(client, snapshots[1], 1, num_tokens=200)
+    generation = await generation_across_update(client, snapshots[1], 1, num_tokens=450)
     (_, boundary, old), (start, end, new) = generation.spans
-    assert (old, new, start, end) == (0, 1, boundary, 200)
+    assert (old, new, start, end) == (0, 1, boundary, 450)
     assert largest_difference(snapshots[0], PROMPT, generation, 0, boundary) < TOLERANCE
-    assert largest_difference(snapshots[1], PROMPT, generation, boundary, 200) < TOLERANCE
+    assert largest_difference(snapshots[1], PROMPT, generation, boundary, 450) < TOLERANCE
 
 
 async def test_an_abort_with_continuation_has_an_exact_boundary(client: EngineClient, snapshots: list[Path]) -> None:
     """The way of an engine that cannot tell versions, tried on one that can."""
     client._tells_versions = False
-    generation = await generation_across_update(client, snapshots[1], 1, num_tokens=200)
+    generation = await generation_across_update(client, snapshots[1], 1, num_tokens=450)
     (_, boundary, old), (_, end, new) = generation.spans
-    assert (old, new, end) == (0, 1, 200)
+    assert (old, new, end) == (0, 1, 450)
     assert largest_difference(snapshots[0], PROMPT, generation, 0, boundary) < TOLERANCE
-    assert largest_difference(snapshots[1], PROMPT, generation, boundary, 200) < TOLERANCE
+    assert largest_difference(snapshots[1], PROMPT, generation, boundary, 450) < TOLERANCE
 
 
 @pytest.mark.parametrize("what", ["missing tensor", "not finite"])
