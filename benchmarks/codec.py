@@ -39,6 +39,7 @@ def item_of(stream: Stream) -> GridItem:
         "token_ids": rng.integers(0, 150_000, mask.size),
         "action_mask": mask,
         "loss_mask": mask.copy(),
+        "bootstrapped": np.zeros(NUM_SAMPLES),
         "span_counts": np.full(NUM_SAMPLES, NUM_TURNS),
         "spans": np.tile(spans.reshape(-1), NUM_SAMPLES),
     }

@@ -5,12 +5,14 @@ Notable:
 - Staleness = version about to be trained minus the oldest version among the trace's action tokens, checked when the
   batch is made up. A stale trace is not a bad one: it does not count against `max_bad_fraction`.
 - Bad rollouts often end at once and good ones late: nothing is judged before as many have ended as run at a time.
+- `max_bad_fraction = 1` tolerates everything but a wait without end: see `Producer.next_group`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -88,9 +90,33 @@ class Outcomes:
                 f"orchestrator.max_bad_fraction is {self._max_bad_fraction:.0%}; for example {self.examples[worst]}"
             )
 
+    def fruitless(self, num_rollouts: int, waited_s: float) -> NoReturn:
+        """So many rollouts ended, over at least so long, without a valid group among them.
+
+        Raises:
+            BadData: always; names what was dropped since the last row of metrics, and an example.
+        """
+        causes = self.dropped.most_common()
+        listed = ", ".join(f"{count} {name}" for name, count in causes)
+        example = next((self.examples[name] for name, _ in causes if name in self.examples), "none")
+        raise BadData(
+            f"no valid group among the last {num_rollouts} rollouts, in {waited_s:g} s or more "
+            f"(dropped: {listed or 'none'}); for example {example}"
+        )
+
     def drop(self, cause: str, count: int = 1) -> None:
         """Count a drop that says nothing about the data's quality (staleness, a group too small)."""
         self.dropped[cause] += count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Drops since the last row, and the window that `max_bad_fraction` looks at."""
+        return {"dropped": dict(self.dropped), "recent": list(self._recent), "examples": dict(self.examples)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what was counted."""
+        self.dropped = Counter(state["dropped"])
+        self._recent = deque(state["recent"], maxlen=self._recent.maxlen)
+        self.examples = dict(state["examples"])
 
     def take_counts(self) -> dict[str, int]:
         """Drops by cause since the last call."""

@@ -1,8 +1,9 @@
 """The orchestrator's parts, connected: clients, senders, producer, publisher, loop.
 
 Notable:
-- Background tasks (producer, publisher, telemetry) and the loop live in one task group: the first failure ends all,
-  and is the one that is reported.
+- Background tasks (producer, publisher, critic grids, telemetry) and the loop live in one task group: the first failure
+  ends all, and is the one that is reported.
+- A start from a commit takes up everything here, before anything runs.
 """
 
 from __future__ import annotations
@@ -15,24 +16,33 @@ from typing import Any
 
 import aiohttp
 
+from orchestrator import state
 from orchestrator.admission import Outcomes
 from orchestrator.algorithms import build as build_algorithm
+from orchestrator.checkpointer import Checkpointer
+from orchestrator.critic_grids import CriticGrids
 from orchestrator.environments import build as build_environment
+from orchestrator.environments import build_training
 from orchestrator.evaluate import Evaluator
 from orchestrator.loop import Clock, Loop, Parts
 from orchestrator.metrics import JsonLines, Metrics
 from orchestrator.producer import Producer
 from orchestrator.publisher import Publisher
+from orchestrator.recorder import Recorder
+from orchestrator.replay import RecordedRollouts
+from orchestrator.state import Snapshot, State
 from orchestrator.status_page import StatusPage
 from orchestrator.tasks import TaskStream
 from orchestrator.telemetry import Telemetry
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.trainers import TrainClient
 from services.config.context import RunContext
+from services.config.identity import identity_of
 from services.config.schema import Config
 from services.inference.client import EngineClient
 from services.transport.grid_sender import GridSender
 from services.transport.score_client import ScoreClient
+from services.wire.errors import ContractError
 
 
 class Orchestra:
@@ -54,7 +64,7 @@ class Orchestra:
         self._critic = TrainClient(self._session, "critic", context.value_url) if context.value_url else None
         self._scorer = ScoreClient(context.value_url) if context.value_url else None
         identity = {"run_id": context.run_id, "epoch": context.epoch}
-        num_policy, num_value = config.deployment.num_policy_gpus, config.deployment.num_value_gpus
+        num_policy, num_value = config.num_policy_data_ranks, config.num_value_data_ranks
         self._policy_sender = GridSender(
             context.policy_grid_url, stream="policy", num_data_ranks=num_policy, **identity
         )
@@ -64,6 +74,14 @@ class Orchestra:
                 context.critic_grid_url, stream="critic", num_data_ranks=num_value, **identity
             )
         self._metrics = Metrics(context.run_dir)
+        self._critic_grids = None
+        if self._critic is not None and self._critic_sender is not None:
+            self._critic_grids = CriticGrids(
+                self._critic,
+                self._critic_sender,
+                step_deadline_s=config.orchestrator.step_deadline_s,
+                on_done=lambda step, row: self._metrics.add("critic", step, row),
+            )
         self._clock = Clock(config)
         self._outcomes = Outcomes(
             max_bad_fraction=config.orchestrator.max_bad_fraction,
@@ -71,17 +89,38 @@ class Orchestra:
             num_concurrent=config.orchestrator.max_concurrent_rollouts,
         )
         self._publisher = self._make_publisher()
-        self._producer = self._make_producer(tokenizer)
+        self._algorithm = build_algorithm(config.algorithm)
+        self._producer = (
+            self._make_producer(tokenizer) if context.replay_of is None else self._recorded(context.replay_of)
+        )
+        self._recorder = None
+        if config.run.record:
+            self._recorder = Recorder(context.run_dir / "rollouts", **identity)
         self._telemetry = Telemetry(
             self._metrics,
             self._producer,
             self._publisher,
             self._policy,
             self._critic,
+            self._critic_grids,
+            self._recorder,
             max_steps=config.orchestrator.max_steps,
         )
         self._page = StatusPage(context.orchestrator_url, self._telemetry.snapshot)
+        self._traces = JsonLines(context.run_dir / "traces.jsonl")
+        self._checkpointer = Checkpointer(
+            context.run_dir,
+            [group for group in (self._policy, self._critic) if group is not None],
+            config.checkpoint,
+            self._metrics,
+            identity=identity_of(config),
+            deadline_s=config.orchestrator.step_deadline_s,
+            take=self._take,
+            **identity,
+        )
         self._loop = Loop(config, context, self._make_parts(tokenizer), self._clock)
+        if context.commit_dir is not None:
+            self._take_up(state.read(Path(context.commit_dir)))
         await self._page.start()
         return self
 
@@ -97,8 +136,18 @@ class Orchestra:
         await self._session.close()
         await self._page.close()
 
+    def request_commit(self) -> None:
+        """Commit between two steps, as soon as that can be, and end `play`; call it in the event loop's thread."""
+        self._checkpointer.request()
+
+    @property
+    def is_preempted(self) -> bool:
+        """Did `play` end before the last step, because a commit was requested."""
+        done = self._checkpointer.committed
+        return self._checkpointer.is_requested and done is not None and done < self._config.orchestrator.max_steps
+
     async def play(self) -> None:
-        """Wait until every process is ready, then run the loop to its end."""
+        """Wait until every process is ready, then run the loop to its end, or until a requested commit is made."""
         deadline_s = self._config.runtime.startup_deadline_s
         self._telemetry.enter("every process to be ready")
         async with asyncio.TaskGroup() as ready:
@@ -107,16 +156,66 @@ class Orchestra:
             for group in (self._policy, self._critic):
                 if group is not None:
                     ready.create_task(group.wait_ready(deadline_s=deadline_s))
+        self._checkpointer.sweep()
+        await self._catch_up()
         async with asyncio.TaskGroup() as group:
             background: list[Coroutine[Any, Any, None]] = [
                 self._producer.run(),
                 self._publisher.run(),
                 self._telemetry.run(),
             ]
+            if self._critic_grids is not None:
+                background.append(self._critic_grids.run())
             tasks = [group.create_task(work) for work in background]
             await self._loop.run()
             for task in tasks:
                 task.cancel()
+
+    def _take(self, step: int) -> Snapshot:
+        """Everything that a later start needs to go on after `step` finished steps."""
+        return Snapshot(
+            State(
+                step=step,
+                version=self._clock.version_at(step),
+                evaluated_at=self._loop.evaluated_at,
+                source=self._producer.state_dict(),
+                algorithm=self._algorithm.state_dict(),
+                outcomes=self._outcomes.state_dict(),
+                metrics_bytes=self._metrics.num_bytes,
+                traces_bytes=self._traces.num_bytes,
+            ),
+            [*self._loop.taken, *self._producer.pending()],
+        )
+
+    def _take_up(self, snapshot: Snapshot) -> None:
+        """Go on from there, whatever an earlier start did after it."""
+        step = snapshot.state.step
+        self._producer.load_state_dict(snapshot.state.source, snapshot.pending)
+        self._algorithm.load_state_dict(snapshot.state.algorithm)
+        self._outcomes.load_state_dict(snapshot.state.outcomes)
+        self._metrics.go_on_from(step, snapshot.state.metrics_bytes)
+        self._traces.cut(snapshot.state.traces_bytes)
+        if self._recorder is not None:
+            self._recorder.go_on_from(step)
+        if self._critic_grids is not None:
+            self._critic_grids.go_on_from(step)
+        self._clock.step = step
+        self._loop.evaluated_at = snapshot.state.evaluated_at
+        self._checkpointer.committed = step
+
+    async def _catch_up(self) -> None:
+        """Bring the engines to the committed version; before that the trainers must be where the commit says.
+
+        Raises:
+            ContractError: a trainer is elsewhere.
+        """
+        step = self._checkpointer.committed or 0
+        version = self._clock.version_at(step)
+        for group, expected in ((self._policy, version), (self._critic, step)):
+            if group is not None and group.last is not None and group.last.steps_done != expected:
+                raise ContractError(f"{group.name} has done {group.last.steps_done} steps, the commit {expected}")
+        self._telemetry.enter(f"engines to serve version {version}")
+        await self._publisher.catch_up(version)
 
     def _make_publisher(self) -> Publisher:
         def on_version(version: int, row: dict[str, Any]) -> None:
@@ -132,13 +231,19 @@ class Orchestra:
             on_engines=lambda: self._producer.poke(),
         )
 
+    def _recorded(self, run_dir: str) -> RecordedRollouts:
+        deadline_s = self._config.orchestrator.score_deadline_s
+        return RecordedRollouts(
+            Path(run_dir) / "rollouts", self._scorer, self._critic_grids, score_deadline_s=deadline_s
+        )
+
     def _make_producer(self, tokenizer: Tokenizer) -> Producer:
         config = self._config
-        environments = [(build_environment(env.type, env.args, tokenizer), env) for env in config.env]
+        environments = [(build_training(env, tokenizer), env) for env in config.env]
         limits = [config.policy.model.seq_len] + ([config.value.model.seq_len] if config.value else [])
         return Producer(
             config.orchestrator,
-            TaskStream(environments, config.seed),
+            TaskStream(environments, config.seed, self._algorithm.prompt_weight()),
             list(self._engines),
             self._scorer,
             self._outcomes,
@@ -146,6 +251,7 @@ class Orchestra:
             max_tokens=min(limits),
             min_group=config.algorithm.min_group,
             may_start=lambda num_pending: self._clock.may_start(num_pending, self._publisher.version),
+            max_token_id=tokenizer.max_token_id,
         )
 
     def _make_parts(self, tokenizer: Tokenizer) -> Parts:
@@ -157,21 +263,23 @@ class Orchestra:
                 self._engines[0],
                 seed=config.seed,
                 deadline_s=config.orchestrator.rollout_deadline_s,
+                max_token_id=tokenizer.max_token_id,
             )
             for section in config.eval
         ]
         return Parts(
-            algorithm=build_algorithm(config.algorithm),
+            algorithm=self._algorithm,
             producer=self._producer,
             outcomes=self._outcomes,
+            recorder=self._recorder,
+            checkpointer=self._checkpointer,
             publisher=self._publisher,
-            policy=self._policy,
-            critic=self._critic,
             scorer=self._scorer,
             policy_sender=self._policy_sender,
-            critic_sender=self._critic_sender,
+            critic_grids=self._critic_grids,
             evaluators=evaluators,
             metrics=self._metrics,
-            traces=JsonLines(self._context.run_dir / "traces.jsonl"),
+            traces=self._traces,
             telemetry=self._telemetry,
+            is_replay=self._context.replay_of is not None,
         )

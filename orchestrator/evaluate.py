@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from orchestrator.environments.protocol import Environment
-from orchestrator.rollout import Engine, EnvironmentFailed, PromptTooLong, Sampling, roll_out
+from orchestrator.rollout import MAX_TOKEN_ID, Engine, EnvironmentFailed, PromptTooLong, Sampling, roll_out
 from orchestrator.tasks import Task
 from orchestrator.threads import Threads
 from services.config.orchestrator import EnvConfig, EvalConfig
@@ -24,11 +24,20 @@ ENVIRONMENT_THREADS = 4
 class Evaluator:
     """One `[[eval]]`."""
 
-    def __init__(self, config: EvalConfig, env: Environment, engine: Engine, *, seed: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        config: EvalConfig,
+        env: Environment,
+        engine: Engine,
+        *,
+        seed: int,
+        deadline_s: float,
+        max_token_id: int = MAX_TOKEN_ID,
+    ) -> None:
         self.config = config
         self._env = env
         self._engine = engine
-        self._sampling = Sampling(config.temperature, seed, deadline_s)
+        self._sampling = Sampling(config.temperature, seed, deadline_s, max_token_id)
         self._limits = EnvConfig(
             type=config.type,
             max_turns=config.max_turns,

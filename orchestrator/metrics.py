@@ -3,11 +3,13 @@
 Notable:
 - Means are f64 sums over traces divided once; never means of means.
 - Logs and metrics never stop a run: a full disk is warned about once.
+- A resumed run cuts both where its commit was, and its clock goes on from there.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from loguru import logger
 
 from orchestrator.producer import Group
+from services.runtime.durable import write_atomic
 from services.wire.samples import StopReason, Trace, TrainingSample
 
 
@@ -36,6 +39,36 @@ class JsonLines:
                 logger.warning("cannot write {}: {}", self._path, error.strerror)
                 self._warned = True
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def cut(
+        self, num_bytes: int, *, also: Callable[[dict[str, Any]], bool] = lambda row: False
+    ) -> list[dict[str, Any]]:
+        """Go on after so many bytes: what follows them is removed.
+
+        Args:
+            num_bytes: Whole rows; a shorter file (its end was lost in a crash) loses its last row if that is not whole.
+            also: Rows after them that stay.
+
+        Returns:
+            The rows that stay.
+        """
+        if not self._path.exists():
+            return []
+        data = self._path.read_bytes()
+        kept = data[: data.rfind(b"\n", 0, num_bytes) + 1]
+        rows = [msgspec.json.decode(line, type=dict[str, Any]) for line in kept.splitlines()]
+        for line in data[len(kept) : data.rfind(b"\n") + 1].splitlines():
+            row = msgspec.json.decode(line, type=dict[str, Any])
+            if also(row):
+                rows.append(row)
+                kept += line + b"\n"
+        write_atomic(self._path, kept)
+        return rows
+
 
 class Metrics:
     """The run's rows, and the last values for the status page."""
@@ -52,9 +85,29 @@ class Metrics:
             name: (float(f"{value:.9g}") if isinstance(value, float) else value) for name, value in row.items()
         }
         self._rows.write(full)
-        self.latest[stream] = full
-        if stream == "rollout":
-            self.rewards.append(full["reward/mean"])
+        self._remember(full)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._rows.num_bytes
+
+    def go_on_from(self, step: int, num_bytes: int) -> None:
+        """Take up a file that an earlier start wrote.
+
+        Args:
+            step: Finished steps of the commit.
+            num_bytes: Size of the file at that time. The commit's own row, which came later, stays as well.
+        """
+        rows = self._rows.cut(num_bytes, also=lambda row: row["stream"] == "commit" and row["step"] == step)
+        for row in rows:
+            self._remember(row)
+        self._started = time.monotonic() - max((row["time_s"] for row in rows), default=0.0)
+
+    def _remember(self, row: dict[str, Any]) -> None:
+        self.latest[row["stream"]] = row
+        if row["stream"] == "rollout":
+            self.rewards.append(row["reward/mean"])
 
 
 def rollout_row(finished: list[Trace], admitted: list[Group], version: int) -> dict[str, float]:
@@ -66,10 +119,12 @@ def rollout_row(finished: list[Trace], admitted: list[Group], version: int) -> d
         version: the policy version about to be trained.
     """
     traces = [trace for group in admitted for trace in group.traces]
+    shaped = {sample.trace_id: sample.reward for group in admitted for sample in group.samples}
     staleness = [version - trace.oldest_version for trace in traces]
     row = {
         "reward/mean": _mean([t.reward for t in finished]),
         "reward/mean_admitted": _mean([t.reward for t in traces]),
+        "reward/shaped_mean": _mean(list(shaped.values())),
         "rollout/length": _mean([t.num_action_tokens for t in traces]),
         "rollout/turns": _mean([t.num_turns for t in traces]),
         "rollout/duration_s": _mean([t.duration_s for t in traces]),
@@ -81,6 +136,17 @@ def rollout_row(finished: list[Trace], admitted: list[Group], version: int) -> d
     for reason in StopReason:
         row[f"rollout/stop/{reason}"] = float(sum(t.stop_reason is reason for t in traces))
     return row
+
+
+def scoring_row(step: int, samples: list[TrainingSample]) -> dict[str, float]:
+    """How many steps the critic that scored a batch was behind the critic that a step before it left; {} without one.
+
+    Args:
+        step: the step that the batch trains: so many critic grids come before its own.
+        samples: the batch.
+    """
+    behind = [step - sample.critic_step for sample in samples if sample.critic_step >= 0]
+    return {"credit/critic_steps_behind": _mean(behind)} if behind else {}
 
 
 def versions_of(trace: Trace) -> set[int]:
@@ -96,6 +162,7 @@ def trace_row(step: int, trace: Trace, sample: TrainingSample) -> dict[str, Any]
         "trace_id": trace.trace_id,
         "task_id": trace.task_id,
         "reward": trace.reward,
+        "shaped_reward": sample.reward,
         "stop_reason": str(trace.stop_reason),
         "num_turns": trace.num_turns,
         "token_ids": branch.token_ids.tolist(),

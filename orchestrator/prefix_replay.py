@@ -1,28 +1,30 @@
-"""Traces whose prefix is a fixed prompt: where to cut an old trace, and what of the continued one trains.
+"""Where a recorded trace may be cut so that its prefix becomes a prompt, and what was said up to the cut.
 
 Paper: arXiv 2603.21383 (PivotRL: continue from chosen turns of recorded traces).
 
-Legend: T tokens of a branch.
+Legend: T tokens of a recorded branch.
 
 Notable:
 - A cut is the first token of a model turn, right after an observation: the prefix ends with what the model was asked.
-- The prefix is prompt: nothing in it trains, its log-probabilities are not needed, its step rewards are spent. The
-  number of action tokens, hence the adaptive lambda, counts the suffix; the first value of GAE is that at the cut.
-- Whoever continues a prefix must have brought the environment into the state of the cut: `check_prefix` compares
-  tokens, and a trace that does not continue its prefix is no replay.
+- The prefix is prompt: nothing in it trains, its log-probabilities are not needed. The number of action tokens, hence
+  the adaptive lambda, counts the suffix; the first value of GAE is that at the cut.
+- Whoever continues a prefix must have brought the environment into the state of the cut: `check_prefix` compares what
+  it said on the way with what is recorded.
 
 Deviations:
-- The turn is chosen by its mean entropy; without entropies by the mean of -log p of what was sampled.
+- The turn is chosen by its mean entropy; without entropies by the mean of -log p of what was sampled. The paper looks
+  for turns whose local rollouts end differently, which takes rollouts from every turn.
+- Turns with nothing between them are one turn: the action mask cannot tell them apart.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from services.wire.errors import ContractError
-from services.wire.samples import Branch, VersionSpan
 
 
 def turn_boundaries(action_mask: np.ndarray) -> np.ndarray:
@@ -37,11 +39,11 @@ def turn_boundaries(action_mask: np.ndarray) -> np.ndarray:
     return np.flatnonzero(action_mask[1:] & ~action_mask[:-1])[1:] + 1 if len(action_mask) else np.zeros(0, np.int64)
 
 
-def cut_at(branch: Branch, index: int) -> int:
+def cut_at(action_mask: np.ndarray, index: int) -> int:
     """Check an index from the data.
 
     Args:
-        branch: A recorded branch.
+        action_mask: [T] bool.
         index: Length of the prefix.
 
     Returns:
@@ -50,79 +52,63 @@ def cut_at(branch: Branch, index: int) -> int:
     Raises:
         ContractError: naming the boundaries, where the index is none of them.
     """
-    boundaries = turn_boundaries(branch.action_mask).tolist()
+    boundaries = turn_boundaries(action_mask).tolist()
     if index not in boundaries:
-        raise ContractError(f"cut {index} is no turn boundary of the branch; those are {boundaries}")
+        raise ContractError(f"cut {index} is no turn boundary; those are {boundaries}")
     return index
 
 
-def cut_by_entropy(branch: Branch, entropies: np.ndarray | None = None) -> int | None:
+def cut_by_entropy(action_mask: np.ndarray, entropies: np.ndarray) -> int:
     """The boundary before the turn whose tokens are the least certain.
 
     Args:
-        branch: A recorded branch.
-        entropies: [T] nats, read on action tokens; None takes -log p of the sampled tokens.
+        action_mask: [T] bool.
+        entropies: [T] nats, read on action tokens; -log p of the sampled tokens will do.
 
     Returns:
-        Length of the prefix; the earliest of equal turns; None for a branch of one turn.
+        Length of the prefix; the earliest of equal turns.
 
     Raises:
-        ContractError: entropies of another length, or not finite on an action token.
+        ContractError: no boundary, entropies of another length, or not finite on an action token.
     """
-    mask = branch.action_mask
-    numbers = -branch.logprobs.astype(np.float64) if entropies is None else np.asarray(entropies, dtype=np.float64)
-    if numbers.shape != mask.shape:
-        raise ContractError(f"entropies has {len(numbers)} entries for {len(mask)} tokens")
-    if not np.isfinite(numbers[mask]).all():
-        raise ContractError("entropies holds a non-finite number on an action token")
-    boundaries = turn_boundaries(mask)
+    if entropies.shape != action_mask.shape:
+        raise ContractError(f"{len(entropies)} entropies for {len(action_mask)} tokens")
+    if not np.isfinite(entropies[action_mask]).all():
+        raise ContractError("a non-finite entropy on an action token")
+    boundaries = turn_boundaries(action_mask)
     if not len(boundaries):
-        return None
-    ends = np.flatnonzero(mask & ~np.append(mask[1:], False))[1:] + 1  # of the same turns
-    means = [numbers[start:end].mean() for start, end in zip(boundaries, ends, strict=True)]
+        raise ContractError("there is no second turn to cut before")
+    ends = np.flatnonzero(action_mask & ~np.append(action_mask[1:], False))[1:] + 1  # of the same turns
+    means = [entropies[start:end].mean() for start, end in zip(boundaries, ends, strict=True)]
     return int(boundaries[int(np.argmax(means))])
 
 
-def check_prefix(branch: Branch, prefix_ids: np.ndarray) -> None:
-    """Refuse a branch that does not continue a prefix.
+def segments_of(token_ids: Sequence[int], action_mask: np.ndarray) -> list[list[int]]:
+    """Prompt, turn, observation, turn, observation ... of a prefix.
 
     Args:
-        branch: A branch that was rolled out from the prefix.
-        prefix_ids: Token ids.
-
-    Raises:
-        ContractError: naming the first token that differs, or that the branch ends within the prefix.
-    """
-    length = len(prefix_ids)
-    if len(branch.token_ids) <= length:
-        raise ContractError(f"the branch has {len(branch.token_ids)} tokens, not more than its prefix of {length}")
-    differs = np.flatnonzero(branch.token_ids[:length] != prefix_ids)
-    if len(differs):
-        raise ContractError(f"the branch leaves its prefix at token {differs[0]} of {length}")
-
-
-def suffix_only(branch: Branch, cut: int) -> Branch:
-    """The branch with everything before the cut as prompt.
-
-    Args:
-        branch: A whole branch, prefix and continuation.
-        cut: Length of the prefix, at least 1.
+        token_ids: [T], the prefix.
+        action_mask: [T] bool, of the prefix; false at its first and its last token.
 
     Returns:
-        A new branch; arrays that change are copies, the others are shared.
+        Runs of equal mask, in order: an odd number, every second one a model turn.
+    """
+    edges = [0, *(np.flatnonzero(action_mask[1:] != action_mask[:-1]) + 1).tolist(), len(action_mask)]
+    return [list(token_ids[start:end]) for start, end in pairwise(edges)]
+
+
+def check_prefix(said: Sequence[int], prefix_ids: Sequence[int]) -> None:
+    """Refuse a restored episode that is not where the recorded one was.
+
+    Args:
+        said: Prompt, turns and observations up to the cut, as the environment has just said them.
+        prefix_ids: The same, as they are recorded.
 
     Raises:
-        ContractError: a cut that leaves no prefix, or no action token.
+        ContractError: naming the first token that differs, or the lengths where one is the other's beginning.
     """
-    if not 1 <= cut < len(branch.token_ids) or not branch.action_mask[cut:].any():
-        raise ContractError(f"cut {cut} leaves no prefix or no action token of a branch of {len(branch.token_ids)}")
-    is_suffix = np.arange(len(branch.token_ids)) >= cut  # [T]
-    step_rewards = branch.step_rewards
-    return dataclasses.replace(
-        branch,
-        action_mask=branch.action_mask & is_suffix,
-        loss_mask=branch.loss_mask & is_suffix,
-        logprobs=np.where(is_suffix, branch.logprobs, 0.0).astype(np.float32),
-        version_spans=[VersionSpan(max(s.start, cut), s.end, s.version) for s in branch.version_spans if s.end > cut],
-        step_rewards=None if step_rewards is None else np.where(is_suffix, step_rewards, 0.0),
-    )
+    for position, (now, then) in enumerate(zip(said, prefix_ids, strict=False)):
+        if now != then:
+            raise ContractError(f"token {position} of {len(prefix_ids)} is {now}, recorded was {then}")
+    if len(said) != len(prefix_ids):
+        raise ContractError(f"{len(said)} tokens, recorded were {len(prefix_ids)}")

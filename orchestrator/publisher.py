@@ -4,6 +4,7 @@ Notable:
 - The trainer only writes a snapshot; this task notices it on `/status` and brings it to each engine directly, while
   rollouts go on and the policy may already train the next step.
 - A snapshot is deleted once every engine has moved on and it is not among the newest few.
+- A version's deadline begins when its grid was delivered or when the version before it was brought, whichever is later.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from loguru import logger
 
 from orchestrator.trainers import TrainClient
 from services.inference.client import EngineClient
-from services.wire.errors import DeadlineExceeded
+from services.wire.errors import ContractError, DeadlineExceeded
 
 POLL_S = 0.05
 
@@ -46,6 +47,7 @@ class Publisher:
         self._on_version = on_version
         self._on_engines = on_engines
         self._expected_since: dict[int, float] = {}
+        self._brought_at = 0.0
         self._changed = asyncio.Event()
         self._expecting = asyncio.Event()
         self.version = 0
@@ -61,31 +63,43 @@ class Publisher:
             self._changed.clear()
             await self._changed.wait()
 
+    async def catch_up(self, version: int) -> None:
+        """Bring the version that a commit holds to every engine, before there is a newer one.
+
+        Raises:
+            ContractError: the policy trainer does not offer it.
+        """
+        if version > 0:
+            published = (await self._policy.status()).published
+            if published.get("version") != version:
+                raise ContractError(f"the policy offers version {published.get('version')}, not {version}")
+            await self._update(Path(published["path"]), version)
+        self.version = version
+
     async def run(self) -> None:
         """Watch for ever; ends by cancellation or by the first failure."""
         while True:
             await self._expecting.wait()
             status = await self._policy.status()
             published = status.published.get("version", 0)
-            if published > self.version:
-                await self._bring(published, Path(status.published["path"]), status.rows)
+            # a snapshot is announced just before its step counts as done and has a metrics row
+            if self.version < published <= status.steps_done:
+                await self._bring(published, Path(status.published["path"]))
                 continue
-            oldest = min(self._expected_since.values(), default=time.monotonic())
-            if time.monotonic() - oldest > self._step_deadline_s:
+            since = max(min(self._expected_since.values(), default=time.monotonic()), self._brought_at)
+            if time.monotonic() - since > self._step_deadline_s:
                 raise DeadlineExceeded(f"policy to publish version {self.version + 1}", self._step_deadline_s)
             await asyncio.sleep(POLL_S)
 
-    async def _bring(self, version: int, path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    async def _bring(self, version: int, path: Path) -> None:
         started = time.monotonic()
-        await asyncio.gather(
-            *(e.update_weights(path, version, deadline_s=self._update_deadline_s) for e in self._engines)
-        )
+        await self._update(path, version)
         update_s = time.monotonic() - started
         logger.info("engines serve version {} ({:.2f} s)", version, update_s)
         for passed in range(self.version + 1, version + 1):
-            self._on_version(passed, rows.get(str(passed - 1), {}) | {"time/update_s": update_s})
+            self._on_version(passed, self._policy.take_row(passed - 1) | {"time/update_s": update_s})
             self._expected_since.pop(passed, None)
-        self.version = version
+        self.version, self._brought_at = version, time.monotonic()
         if not self._expected_since:
             self._expecting.clear()
         served = [folder for folder in sorted(path.parent.glob("v*")) if folder.name <= path.name]
@@ -93,3 +107,8 @@ class Publisher:
             shutil.rmtree(old, ignore_errors=True)
         self._changed.set()
         self._on_engines()
+
+    async def _update(self, path: Path, version: int) -> None:
+        await asyncio.gather(
+            *(e.update_weights(path, version, deadline_s=self._update_deadline_s) for e in self._engines)
+        )

@@ -17,7 +17,12 @@ from services.transport.score_client import ScoreClient
 
 
 async def refresh_advantages(
-    groups: list[Group], algorithm: Algorithm, scorer: ScoreClient, *, deadline_s: float
+    groups: list[Group],
+    algorithm: Algorithm,
+    scorer: ScoreClient,
+    *,
+    deadline_s: float,
+    one_at_a_time: bool = False,
 ) -> dict[str, float]:
     """Score a credited batch again and replace its advantages and policy masks.
 
@@ -26,13 +31,15 @@ async def refresh_advantages(
         algorithm: Credits the batch again.
         scorer: Client of the value service.
         deadline_s: Deadline of one scoring request, retries included.
+        one_at_a_time: Send a request when the one before it was answered. Slower, and nothing depends on timing.
 
     Returns:
         How long it took, and the mean absolute advantage the policy gets.
     """
     started = time.monotonic()
     # all at once, so that the service packs them together
-    await asyncio.gather(*(score_group(group, scorer, deadline_s=deadline_s) for group in groups))
+    for batch in [[group] for group in groups] if one_at_a_time else [groups]:
+        await asyncio.gather(*(score_group(group, scorer, deadline_s=deadline_s) for group in batch))
     row = algorithm.credit_policy_again([group.samples for group in groups])
     refreshed = {"time/refresh_s": time.monotonic() - started}
     if "credit/advantage_abs_mean" in row:

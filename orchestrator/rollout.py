@@ -3,8 +3,9 @@
 Notable:
 - The token sequence grows by exactly what was sampled and what the environment said; text is never re-tokenised.
 - The driver owns the limits and says which one cut; the stop reason is never inferred from lengths.
-- Environments are foreign code: they run in threads, and whatever they raise, or give that is no token id and no
-  number, makes the trace invalid and nothing else.
+- Environments are foreign code: they run in threads, and whatever they raise, or give that is no token id of the model
+  and no number, makes the trace invalid and nothing else.
+- A continued episode's prefix is its prompt; the turns within it count towards `max_turns`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from orchestrator.environments.protocol import Episode, Reply
+from orchestrator.environments.prefixed import ContinuedEpisode
+from orchestrator.environments.protocol import Episode, PrefixMismatch, Reply
 from orchestrator.tasks import Task, request_seed
 from orchestrator.threads import Threads
 from services.inference.client import Generation
@@ -91,6 +93,8 @@ class Sampling:
     temperature: float
     run_seed: int
     deadline_s: float
+    max_token_id: int = MAX_TOKEN_ID
+    """greatest id that the models know"""
 
 
 async def roll_out(task: Task, sample: int, engine: Engine, sampling: Sampling, threads: Threads) -> Trace:
@@ -98,12 +102,13 @@ async def roll_out(task: Task, sample: int, engine: Engine, sampling: Sampling, 
 
     Raises:
         EnvironmentFailed: the environment raised or answered nonsense.
+        PrefixMismatch: the environment did not get to where a recorded trace was cut.
         PromptTooLong: the prompt alone reaches the trace's token limit.
     """
     started = time.monotonic()
     limits = task.config
     episode = await _call(threads, task.env.start, task.index, request_seed(sampling.run_seed, task.group, sample))
-    prompt_ids = await _call(threads, lambda: _token_ids(episode.prompt_ids))
+    prompt_ids = await _call(threads, lambda: _token_ids(episode.prompt_ids, sampling.max_token_id))
     if not prompt_ids:
         raise EnvironmentFailed("an empty prompt: the first sampled token would have no state before it")
     if len(prompt_ids) >= limits.max_trace_tokens:
@@ -135,11 +140,16 @@ async def _take_turns(
     threads: Threads,
 ) -> tuple[float, StopReason, int]:
     limits = task.config
+    first_turn = episode.num_turns if isinstance(episode, ContinuedEpisode) else 0
 
     def cut() -> float:
         return float(episode.cut())
 
-    for turn in range(limits.max_turns):
+    def step(action_ids: list[int]) -> Reply:
+        return _checked(episode.step(action_ids), sampling.max_token_id)
+
+    for turn in range(first_turn, limits.max_turns):
+        num_turns = turn + 1 - first_turn
         room = limits.max_trace_tokens - len(transcript.token_ids)
         generation = await engine.generate(
             transcript.token_ids,
@@ -150,40 +160,42 @@ async def _take_turns(
         )
         transcript.add_action(generation)
         if generation.finish_reason == "length":
-            return await _call(threads, cut), StopReason.TRUNCATED_LENGTH, turn + 1
-        reply = await _call(threads, lambda action: _checked(episode.step(action)), list(generation.token_ids))
+            return await _call(threads, cut), StopReason.TRUNCATED_LENGTH, num_turns
+        reply = await _call(threads, step, list(generation.token_ids))
         if reply.reward is not None:
             transcript.step_rewards[len(transcript.token_ids) - 1] = reply.reward
         if reply.done:
             if reply.outcome is None:
                 raise EnvironmentFailed("done without an outcome")
-            return reply.outcome, StopReason.TERMINATED, turn + 1
+            return reply.outcome, StopReason.TERMINATED, num_turns
         room = limits.max_trace_tokens - len(transcript.token_ids)
         transcript.add_observation(reply.observation_ids[:room])
         if len(reply.observation_ids) >= room:
-            return await _call(threads, cut), StopReason.TRUNCATED_LENGTH, turn + 1
-    return await _call(threads, cut), StopReason.TRUNCATED_TURNS, limits.max_turns
+            return await _call(threads, cut), StopReason.TRUNCATED_LENGTH, num_turns
+    return await _call(threads, cut), StopReason.TRUNCATED_TURNS, limits.max_turns - first_turn
 
 
-def _checked(reply: Reply) -> Reply:
+def _checked(reply: Reply, max_token_id: int) -> Reply:
     """The reply in plain types: environments also give numpy numbers, None, and worse."""
     return Reply(
-        observation_ids=_token_ids(reply.observation_ids),
+        observation_ids=_token_ids(reply.observation_ids, max_token_id),
         reward=None if reply.reward is None else float(reply.reward),
         done=bool(reply.done),
         outcome=None if reply.outcome is None else float(reply.outcome),
     )
 
 
-def _token_ids(numbers: Sequence[Any]) -> list[int]:
+def _token_ids(numbers: Sequence[Any], max_token_id: int) -> list[int]:
     token_ids = [operator.index(number) for number in numbers]
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
-        raise ValueError(f"no token ids: {min(token_ids)} to {max(token_ids)}")
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= max_token_id:
+        raise ValueError(f"no token ids: {min(token_ids)} to {max(token_ids)}, not within 0 to {max_token_id}")
     return token_ids
 
 
 async def _call(threads: Threads, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         return await threads.call(function, *args, **kwargs)
+    except PrefixMismatch:
+        raise
     except Exception as error:  # whatever foreign code raises makes the trace invalid, not the run
         raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error

@@ -8,9 +8,11 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+from orchestrator.critic_grids import CriticGrids
 from orchestrator.metrics import Metrics
-from orchestrator.producer import Producer
+from orchestrator.producer import GroupSource
 from orchestrator.publisher import Publisher
+from orchestrator.recorder import Recorder
 from orchestrator.trainers import TrainClient
 from services.wire.errors import DependencyLost
 
@@ -24,10 +26,12 @@ class Telemetry:
     def __init__(
         self,
         metrics: Metrics,
-        producer: Producer,
+        producer: GroupSource,
         publisher: Publisher,
         policy: TrainClient,
         critic: TrainClient | None,
+        critic_grids: CriticGrids | None,
+        recorder: Recorder | None,
         *,
         max_steps: int,
     ) -> None:
@@ -35,6 +39,8 @@ class Telemetry:
         self._producer = producer
         self._publisher = publisher
         self._clients = {"policy": policy} | ({"value": critic} if critic is not None else {})
+        self._critic_grids = critic_grids
+        self._recorder = recorder
         self._max_steps = max_steps
         self._phase = "starting"
         self._phase_since = time.monotonic()
@@ -87,8 +93,10 @@ class Telemetry:
             "explained_variance": critic.get("value/explained_variance"),
             "staleness": rollout.get("rollout/staleness"),
             "engine_version": self._publisher.version,
+            "critic_lag": self._critic_grids.lag if self._critic_grids is not None else None,
             "in_flight": self._producer.num_in_flight,
             "ready": self._producer.num_ready,
+            "record_bytes": self._recorder.num_bytes if self._recorder is not None else None,
             "waiting_for": waiting,
             "states": states,
             "tokens_per_s": {name: round(rate, 1) for name, rate in self._rates.items()},

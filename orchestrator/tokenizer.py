@@ -38,6 +38,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.eos_token_id = _find_eos(folder, self._tokenizer)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.max_token_id: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        """not vocab_size - 1 where ids have holes"""
 
     def encode(self, text: str) -> list[int]:
         """Return the text's token ids, all of them and no others."""

@@ -3,6 +3,8 @@
 Notable:
 - A group that does not answer is asked again for a few seconds before it counts as lost; a step that takes too long is
   a named deadline. Nothing is resent here: the grid sender owns delivery.
+- A `/status` carries the metrics rows of the last few steps only. Every answer's rows are kept here until they are
+  taken, so that whoever asks often enough for one purpose loses none for another.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from loguru import logger
 
-from services.transport.http import get_json
+from services.transport.http import get_json, post_json
 from services.wire.errors import DeadlineExceeded, DependencyLost
 from services.wire.messages import TrainStatus
 
@@ -30,6 +33,9 @@ class TrainClient:
         self._url = url
         self.name = name
         self.last: TrainStatus | None = None
+        self._rows: dict[int, dict[str, Any]] = {}
+        """rows that were seen and not taken, by step"""
+        self._num_taken = 0
 
     async def status(self) -> TrainStatus:
         """Ask now.
@@ -39,6 +45,7 @@ class TrainClient:
         """
         reply = await get_json(self._session, f"{self._url}/status", deadline_s=5.0)
         self.last = msgspec.convert(reply, TrainStatus)
+        self._rows |= {int(step): row for step, row in self.last.rows.items() if int(step) >= self._num_taken}
         return self.last
 
     async def wait_ready(self, *, deadline_s: float) -> None:
@@ -49,8 +56,28 @@ class TrainClient:
 
     async def wait_step(self, step: int, *, deadline_s: float) -> dict[str, Any]:
         """Wait until grid `step` is fully applied; return its metrics row."""
-        status = await self._poll(lambda s: s.steps_done > step, f"{self.name} to finish step {step}", deadline_s)
-        return status.rows.get(str(step), {})
+        await self._poll(lambda status: status.steps_done > step, f"{self.name} to finish step {step}", deadline_s)
+        return self.take_row(step)
+
+    async def checkpoint(self, step: int, *, deadline_s: float) -> int:
+        """Have the group write its part of the commit after `step` finished steps; its size in bytes.
+
+        Raises:
+            ContractError: the group is at another step.
+            DependencyLost: it could not write, or did not answer in time.
+        """
+        reply = await post_json(self._session, f"{self._url}/checkpoint", {"step": step}, deadline_s=deadline_s)
+        return int(reply["num_bytes"])
+
+    def take_row(self, step: int) -> dict[str, Any]:
+        """The metrics row of a finished step; earlier ones are let go."""
+        row = self._rows.get(step)
+        self._num_taken = step + 1
+        self._rows = {later: kept for later, kept in self._rows.items() if later > step}
+        if row is None:  # metrics never stop a run
+            logger.warning("no metrics of {} step {}: its status keeps the last few steps only", self.name, step)
+            return {}
+        return row
 
     async def _poll(self, done, what: str, deadline_s: float, *, lost_after_s: float = LOST_AFTER_S) -> TrainStatus:
         started = answered = time.monotonic()

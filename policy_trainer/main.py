@@ -7,35 +7,67 @@ import os
 from pathlib import Path
 
 from policy_trainer.trainer import PolicyTrainer
-from services.config.context import load_run
-from services.model.load import load_causal_lm
+from services.config.context import RunContext, load_run
+from services.config.schema import Config
+from services.model.backbone import Backbone, load_backbone, what_trains
+from services.model.logprobs import PolicyModel
+from services.model.mesh import Mesh
 from services.runtime.lifecycle import install_stop_handlers, run_process
-from services.training.assemble import check_model, join_group, local_device, serve_group
+from services.training.assemble import check_model, join_group, resume, serve_group
 from services.training.control import ServerThread, control_app
+from services.training.parts import Part
+from services.training.saver import Saver
+
+
+def build_policy(config: Config, context: RunContext, mesh: Mesh) -> tuple[Backbone, PolicyModel]:
+    """The run's first model in the policy's layout."""
+    backbone = load_backbone(
+        context.model_dir,
+        config.policy.model,
+        mesh,
+        init=context.model_init,
+        seed=config.seed,
+        prepare=what_trains(config.policy, role="policy", seed=config.seed),
+    )
+    policy = PolicyModel(backbone.model)
+    backbone.complete(policy, methods=("hidden", "both_logits"))
+    policy.probe()
+    return backbone, policy
 
 
 def run(run_dir: Path) -> None:
     """Everything one rank of the policy trainer does."""
     stop = install_stop_handlers()
     config, context = load_run(run_dir)
-    ranks, board = join_group("policy", config)
-    model = load_causal_lm(context.model_dir, init=context.model_init, seed=config.seed)
-    model.to(local_device(config))  # pyright: ignore[reportArgumentType]
-    check_model(model.base_model, model.config.vocab_size, ranks, next(model.parameters()))
+    ranks, mesh, board = join_group("policy", config, config.policy.model)
+    backbone, policy = build_policy(config, context, mesh)
+    check_model(backbone, policy.hidden, ranks)
+    reference = None
+    if config.policy.kl.coef > 0 and config.policy.lora is None:
+        _, reference = build_policy(config, context, mesh)
     trainer = PolicyTrainer(
-        model,
+        policy,
+        backbone,
         ranks,
         board,
         config.policy,
+        reference=reference,
         weights_dir=context.run_dir / "weights",
         tokenizer_from=Path(context.model_dir),
     )
+    part = Part("policy", policy, trainer.optimizer, mesh, ranks, frozenset(backbone.divided), "language_model.")
+    if resume(part, board, context, seed=config.seed):
+        trainer.publish_again(board.steps_done)
+    steps_before = config.value.warmup.critic_only_steps if config.value is not None else 0
+    saver = Saver(part, board, context.run_dir, steps_before=steps_before)
     server = None
     if ranks.rank == 0:
-        server = ServerThread(control_app(board, title="Counterpoint policy trainer"), context.policy_url)
+        app = control_app(board, title="Counterpoint policy trainer", saver=saver)
+        server = ServerThread(app, context.policy_url)
     serve_group(
         trainer,
         ranks,
+        mesh,
         board,
         config,
         context,
@@ -43,6 +75,7 @@ def run(run_dir: Path) -> None:
         grid_url=context.policy_grid_url,
         stop=stop,
         server=server,
+        saver=saver,
     )
 
 

@@ -5,30 +5,33 @@ Notable:
 - The ratio is against the rollout's log-probabilities, or against those of one forward before the grid's first update
   (`policy.old_logprobs`): a choice, never a fallback.
 - What a loss sum is divided by is in the header. KL and entropy terms take the same weights and the same divisor.
-- The reference policy is a frozen copy of the model this object is given, the run's first, and exists only where
-  `policy.kl.coef` is above 0.
+- The reference policy is the run's first model, frozen, in the policy's layout, and exists only where `policy.kl.coef`
+  is above 0. Under LoRA it is the base beneath the adapters.
+- A context rank takes the loss of those tokens whose preceding row it holds; sums over ranks make the whole.
 - `policy/mismatch_*` compares trainer and engine on tokens that the trained version itself sampled: at zero staleness
   the two must agree, and what remains is the numerical gap between them.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from policy_trainer.losses import LOSSES, entropy_loss, kl_loss, summarize
 from policy_trainer.losses.common import sample_weights
 from services.config.train import PolicyConfig
-from services.model.attention import PackedLayout
-from services.model.logprobs import PolicyHead
-from services.model.snapshot import save_snapshot
+from services.model.backbone import Backbone
+from services.model.layout import PackedLayout
+from services.model.logprobs import PolicyModel
+from services.model.lora import adapter_files, is_adapter_name, merged_state_dict, without_lora
+from services.model.mesh import Mesh
+from services.model.snapshot import save_snapshot, write_snapshot
 from services.training.board import StatusBoard
+from services.training.culprits import Suspect, first_samples, tell_culprits
 from services.training.optimizer import Optimizer, add_sums
 from services.training.ranks import Ranks
 from services.wire.errors import ContractError
@@ -43,21 +46,41 @@ class _Row:
     """[T] each"""
     layout: PackedLayout
     positions: torch.Tensor
-    """[n] loss tokens; never a first token, so the position before is its own sequence's"""
+    """[n] loss tokens of this context rank; never a first token, so the row before is its own sequence's"""
+    weights: torch.Tensor
+    """[n] 1 / loss tokens of its sample, of each"""
     owner: torch.Tensor
-    """[n] sample of each"""
+    """[n] its sample in the micro-batch, of each"""
 
     @staticmethod
-    def of(micro_batch: MicroBatch, device: torch.device) -> _Row:
+    def of(micro_batch: MicroBatch, mesh: Mesh) -> _Row:
+        device = mesh.device
         if micro_batch.is_dummy:
-            zero, one = torch.zeros(2, dtype=torch.long, device=device), torch.ones(1, dtype=torch.long, device=device)
-            return _Row({"token_ids": zero}, PackedLayout.of([2], device), one, zero[:1])
+            ids = torch.zeros(2, dtype=torch.long, device=device)
+            layout = PackedLayout.of([2], device, mesh)
+            positions = torch.ones(1, dtype=torch.long, device=device)
+            positions = positions[layout.holds(positions - 1)]
+            ones = torch.ones(len(positions), device=device)
+            return _Row({"token_ids": ids}, layout, positions, ones, ones.long())
         lengths = torch.from_numpy(micro_batch.lengths.astype("int64"))
         arrays = {name: torch.from_numpy(array.copy()).to(device) for name, array in micro_batch.arrays.items()}
         arrays["token_ids"] = arrays["token_ids"].long()
+        layout = PackedLayout.of(lengths.tolist(), device, mesh)
         positions = arrays["loss_mask"].nonzero().flatten()
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
-        return _Row(arrays, PackedLayout.of(lengths.tolist(), device), positions, owner[positions])
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)[positions]
+        weights = sample_weights(owner, len(lengths))
+        own = layout.holds(positions - 1)
+        return _Row(arrays, layout, positions[own], weights[own], owner[own])
+
+
+@dataclass
+class _Outputs:
+    """What the models say about a row's loss tokens, [n] each."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    reference: torch.Tensor | None
+    """log-probabilities under the run's first model"""
 
 
 class PolicyTrainer:
@@ -65,26 +88,40 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        policy: PolicyModel,
+        backbone: Backbone,
         ranks: Ranks,
         board: StatusBoard,
         config: PolicyConfig,
         *,
         weights_dir: Path,
         tokenizer_from: Path,
+        reference: PolicyModel | None = None,
     ) -> None:
-        self._model = model
+        """Take the model over.
+
+        Args:
+            policy: In its layout.
+            backbone: What `policy` was made from.
+            ranks: The group.
+            board: Where published versions are told.
+            config: Its section.
+            weights_dir: Where versions are published.
+            tokenizer_from: Folder whose tokenizer goes with every version.
+            reference: The run's first model in the same layout; given where `policy.kl.coef` is above 0 and there are
+                no adapters, beneath which it would lie anyway.
+        """
+        assert (reference is not None) == (config.kl.coef > 0 and config.lora is None)
+        self._policy = policy
+        self._backbone = backbone
+        self._mesh = backbone.mesh
         self._ranks = ranks
         self._board = board
         self._weights_dir = weights_dir
         self._tokenizer_from = tokenizer_from
         self._config = config
-        self._device = next(model.parameters()).device
-        self._head = PolicyHead(model)
-        self._reference = None
-        if config.kl.coef > 0:
-            self._reference = PolicyHead(copy.deepcopy(model).requires_grad_(False))
-        self._optimizer = Optimizer(model, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
+        self._reference = reference
+        self._optimizer = Optimizer(policy, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
         self._updates_before = 0
 
     @property
@@ -105,13 +142,18 @@ class PolicyTrainer:
         divisors = grad_norm = 0.0
         self._updates_before = self._optimizer.num_updates
         mini_batches = list(item.mini_batches())
-        old_logprobs = self._old_logprobs(item, [row for _, rows in mini_batches for row in rows])
+        everything = [row for _, rows in mini_batches for row in rows]
+        old_logprobs = self._old_logprobs(item, everything)
+        numbers = first_samples(everything)
         for mini_batch, micro_batches in mini_batches:
             divisor = item.header.divisor(mini_batch)
-            result = self._optimizer.update(  # it asks for the loss of each micro-batch once, in order
+            result = self._optimizer.update(
                 micro_batches,
-                lambda micro_batch, d=divisor: self._loss_of(micro_batch, item, d, next(old_logprobs)),
+                lambda micro_batch, d=divisor: self._loss_of(micro_batch, item, d, old_logprobs[id(micro_batch)]),
                 step=mini_batch.tokens > 0,
+                blame=lambda micro_batch, d=divisor: self._blame(
+                    micro_batch, item, d, old_logprobs[id(micro_batch)], first_sample=numbers[id(micro_batch)]
+                ),
             )
             add_sums(sums, result.sums)
             tokens += mini_batch.tokens
@@ -131,24 +173,44 @@ class PolicyTrainer:
         }
 
     def after_step(self, step: int) -> None:
-        """Publish version step + 1 (rank 0)."""
+        """Publish version step + 1: every rank gives its shards, rank 0 writes."""
+        lora = self._config.lora
+        only_adapter = lora is not None and lora.publish == "adapter"
+        state = self._backbone.gather(self._policy, wanted=is_adapter_name if only_adapter else None)
         if self._ranks.rank == 0:
-            path = save_snapshot(self._model, self._weights_dir, step + 1, tokenizer_from=self._tokenizer_from)
+            path = self._write(step + 1, state, only_adapter=only_adapter)
             self._board.progress(published={"version": step + 1, "path": str(path)})
 
-    def _old_logprobs(self, item: GridItem, micro_batches: list[MicroBatch]) -> Iterator[torch.Tensor | None]:
-        """Log-probabilities [n] of each micro-batch before the first update; None where the rollout's own are taken."""
-        old: list[torch.Tensor | None] = [None] * len(micro_batches)
-        if self._config.old_logprobs == "recomputed":
-            with torch.no_grad():
-                old = [self._forward(self._head, _Row.of(m, self._device), item)[0] for m in micro_batches]
-        return iter(old)
+    def publish_again(self, version: int) -> None:
+        """After a commit was loaded: its version as committed; what ran ahead of it never was. Every rank calls it."""
+        if self._ranks.rank == 0:
+            for path in self._weights_dir.glob("v[0-9]*"):
+                if int(path.name[1:]) >= version:
+                    shutil.rmtree(path)
+        if version > 0:  # engines start with version 0 anyway
+            self.after_step(version - 1)
+
+    def _write(self, version: int, state: dict[str, torch.Tensor], *, only_adapter: bool) -> Path:
+        model = self._policy.language_model
+        if only_adapter:
+            return write_snapshot(self._weights_dir, version, lambda part: adapter_files(state, model, part))
+        whole = state if self._config.lora is None else merged_state_dict(state, model)
+        return save_snapshot(
+            self._backbone.skeleton, self._weights_dir, version, tokenizer_from=self._tokenizer_from, state=whole
+        )
+
+    def _old_logprobs(self, item: GridItem, micro_batches: list[MicroBatch]) -> dict[int, torch.Tensor | None]:
+        """By `id`, each micro-batch's log-probabilities [n] before the first update; None where the rollout's count."""
+        if self._config.old_logprobs == "rollout":
+            return {id(m): None for m in micro_batches}
+        with torch.no_grad():
+            return {id(m): self._forward(self._policy, _Row.of(m, self._mesh), item)[0] for m in micro_batches}
 
     def _forward(
-        self, head: PolicyHead, row: _Row, item: GridItem, *, entropy_gradient: bool = False
+        self, model: PolicyModel, row: _Row, item: GridItem, *, entropy_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [n] at the row's loss tokens."""
-        return head(
+        """Log-probabilities and entropies [n] at this rank's loss tokens of the row."""
+        return model(
             row.arrays["token_ids"],
             row.layout,
             row.positions,
@@ -156,35 +218,56 @@ class PolicyTrainer:
             entropy_gradient=entropy_gradient,
         )
 
+    def _reference_logprobs(self, row: _Row, item: GridItem) -> torch.Tensor | None:
+        """Log-probabilities [n] under the run's first model; None where no penalty asks for them."""
+        if self._config.kl.coef == 0:
+            return None
+        with torch.no_grad():
+            if self._reference is not None:
+                return self._forward(self._reference, row, item)[0]
+            with without_lora(self._policy.language_model):
+                return self._forward(self._policy, row, item)[0]
+
     def _loss_of(
         self, micro_batch: MicroBatch, item: GridItem, divisor: float, old: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        row = _Row.of(micro_batch, self._device)
-        has_bonus = self._config.entropy_coef > 0
-        logprobs, entropies = self._forward(self._head, row, item, entropy_gradient=has_bonus)
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = self._forward(self._reference, row, item)
+        row = _Row.of(micro_batch, self._mesh)
+        outputs = self._outputs(row, item)
+        logprobs = outputs.logprobs
         if micro_batch.is_dummy:
             return logprobs.sum() * 0.0, {}
-        rollout, advantages = (row.arrays[name][row.positions] for name in ("logprobs", "advantages"))
         everywhere = torch.ones_like(logprobs, dtype=torch.bool)
-        weights = None
-        if item.header.denominator == "sequence_mean":
-            weights = sample_weights(row.owner, len(micro_batch.lengths))
+        loss, sums = self._objective(row, item, divisor, old, outputs, everywhere)
+        rollout = row.arrays["logprobs"][row.positions]
+        if old is not None:  # the loss saw another ratio than that to the rollout
+            sums["kl_rollout_sum"] = (rollout - logprobs.detach()).double().sum()
+        own = {name: float(value) for name, value in sums.items()}
+        return loss, own | self._mismatch(micro_batch, item, row, (logprobs.detach() - rollout).abs().double())
+
+    def _outputs(self, row: _Row, item: GridItem) -> _Outputs:
+        entropy_gradient = self._config.entropy_coef > 0
+        logprobs, entropies = self._forward(self._policy, row, item, entropy_gradient=entropy_gradient)
+        return _Outputs(logprobs, entropies, self._reference_logprobs(row, item))
+
+    def _objective(
+        self, row: _Row, item: GridItem, divisor: float, old: torch.Tensor | None, outputs: _Outputs, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The header's loss and what `[policy]` adds to it, at the loss tokens where `mask` [n] is true."""
+        logprobs, reference = outputs.logprobs, outputs.reference
+        rollout, advantages = (row.arrays[name][row.positions] for name in ("logprobs", "advantages"))
+        weights = row.weights if item.header.denominator == "sequence_mean" else None
         loss, sums = LOSSES[item.header.loss_name](
             logprobs,
             rollout if old is None else old,
             advantages,
-            everywhere,
+            mask,
             denominator=divisor,
             weights=weights,
             **item.header.loss_constants,
         )
-        bonus, more = entropy_loss(entropies, everywhere, denominator=divisor, weights=weights)
+        bonus, more = entropy_loss(outputs.entropies, mask, denominator=divisor, weights=weights)
         sums |= more
-        if has_bonus:
+        if self._config.entropy_coef > 0:
             loss = loss + self._config.entropy_coef * bonus
         if reference is not None:
             kl = self._config.kl
@@ -192,17 +275,30 @@ class PolicyTrainer:
                 logprobs,
                 reference,
                 rollout,
-                everywhere,
+                mask,
                 kind=kl.type,
                 unbiased=kl.unbiased,
                 denominator=divisor,
                 weights=weights,
             )
             loss, sums = loss + kl.coef * penalty, sums | more
-        if old is not None:  # the loss saw another ratio than that to the rollout
-            sums["kl_rollout_sum"] = (rollout - logprobs.detach()).double().sum()
-        own = {name: float(value) for name, value in sums.items()}
-        return loss, own | self._mismatch(micro_batch, item, row, (logprobs.detach() - rollout).abs().double())
+        return loss, sums
+
+    def _blame(
+        self, micro_batch: MicroBatch, item: GridItem, divisor: float, old: torch.Tensor | None, *, first_sample: int
+    ) -> str:
+        """The samples of a micro-batch whose loss is not finite, from one more forward."""
+        row = _Row.of(micro_batch, self._mesh)
+        outputs = self._outputs(row, item)
+        suspects: list[Suspect] = []
+        for number, length in enumerate(micro_batch.lengths.tolist()):
+            mask = row.owner == number
+            if mask.any():
+                loss, _ = self._objective(row, item, divisor, old, outputs, mask)
+                seen = {name: row.arrays[name][row.positions][mask] for name in ("advantages", "logprobs")}
+                seen["trained logprobs"] = outputs.logprobs[mask]
+                suspects.append(Suspect(first_sample + number, length, loss, seen))
+        return tell_culprits(item.header.step, suspects)
 
     def _mismatch(self, micro_batch: MicroBatch, item: GridItem, row: _Row, gap: torch.Tensor) -> dict[str, float]:
         """Sums over the loss tokens that the version in training sampled itself, of |trainer - engine| `gap [n]`."""
@@ -218,7 +314,7 @@ class PolicyTrainer:
 
     def _sampled_by(self, version: int, micro_batch: MicroBatch, num_tokens: int) -> torch.Tensor:
         """[T] bool: tokens that policy `version` sampled."""
-        own = torch.zeros(num_tokens, dtype=torch.bool, device=self._device)
+        own = torch.zeros(num_tokens, dtype=torch.bool, device=self._mesh.device)
         start = 0
         for length, spans in zip(micro_batch.lengths.tolist(), micro_batch.spans, strict=True):
             for first, end, span_version in spans:

@@ -151,7 +151,7 @@ async def critic_grid(stage: Stage) -> list[Finding]:
     probe = stage.mixed(4)
     before = await stage.score(probe)
     stage.samples = await credited_samples(stage)
-    num_ranks, constants = stage.config.deployment.num_value_gpus, value.loss.loss_constants()
+    num_ranks, constants = stage.config.num_value_data_ranks, value.loss.loss_constants()
     items = grid(stage, "critic", value.model.seq_len, num_ranks, value.loss.type, constants)
     during = asyncio.create_task(keep_scoring(stage, probe))
     await stage.critic_sender.send(items, deadline_s=DEADLINE_S)
@@ -175,7 +175,7 @@ async def policy_grid(stage: Stage) -> list[Finding]:
     """The same samples packed for the policy: one update, one snapshot."""
     policy, algorithm = stage.config.policy, stage.config.algorithm
     constants = algorithm.loss_constants()
-    num_ranks = stage.config.deployment.num_policy_gpus
+    num_ranks = stage.config.num_policy_data_ranks
     items = grid(stage, "policy", policy.model.seq_len, num_ranks, algorithm.policy_loss, constants)
     await stage.policy_sender.send(items, deadline_s=DEADLINE_S)
     row = await stage.policy.wait_step(0, deadline_s=DEADLINE_S)

@@ -1,10 +1,11 @@
 """The dry run: every part of the training machinery on random weights, in about a minute, without learning anything.
 
-    python scripts/dummy_run.py [CONFIG ...] [--section.key value]
+    python scripts/dummy_run.py [CONFIG ...] [--cuda] [--section.key value]
 
 Notable:
 - Starts the real value service and policy trainer on unequal layouts and plays the orchestrator itself; no inference.
 - Any model goes: `--model.path dummy:DIR` with a config.json and a tokenizer.json, or a folder with weights.
+- `--cuda` puts the two groups on GPUs; there need be none for inference, which is not started.
 - Exit 0 only if every check holds; 70 names the first that does not.
 """
 
@@ -50,12 +51,11 @@ async def perform(run: PartialRun, config: Config, console: Console) -> list[Fin
     context = run.plan.context
     assert context.value_url is not None and context.critic_grid_url is not None
     identity = {"run_id": context.run_id, "epoch": context.epoch}
-    deployment = config.deployment
     model_config = msgspec.json.decode((Path(context.model_dir) / "config.json").read_bytes())
     scorer = ScoreClient(context.value_url)
     senders = [
-        GridSender(context.critic_grid_url, stream="critic", num_data_ranks=deployment.num_value_gpus, **identity),
-        GridSender(context.policy_grid_url, stream="policy", num_data_ranks=deployment.num_policy_gpus, **identity),
+        GridSender(context.critic_grid_url, stream="critic", num_data_ranks=config.num_value_data_ranks, **identity),
+        GridSender(context.policy_grid_url, stream="policy", num_data_ranks=config.num_policy_data_ranks, **identity),
     ]
     findings: list[Finding] = []
     async with aiohttp.ClientSession() as session:
@@ -173,7 +173,8 @@ def show(findings: list[Finding], console: Console) -> None:
 
 def main() -> int:
     """Entry point; returns the exit code."""
-    settings, paths = split_settings(sys.argv[1:])
+    arguments = [word for word in sys.argv[1:] if word != "--cuda"]
+    settings, paths = split_settings(arguments)
     if "-h" in paths or "--help" in paths:
         print(__doc__)
         return EXIT_DONE
@@ -184,6 +185,8 @@ def main() -> int:
     started = time.monotonic()
     try:
         config = resolve(paths, parse_overrides(settings)).config
+        if len(arguments) < len(sys.argv) - 1:
+            config = config.on_cuda()
         if config.value is None:
             raise ConfigError(["value: the dry run needs a critic; fix: add a [value] table"])
         findings = dry_run(config, console)

@@ -34,6 +34,7 @@ def make_item(
         "advantages": rng.standard_normal(num_tokens) * action_mask,
         "returns": rng.random(num_tokens) * action_mask,
         "old_values": rng.random(num_tokens) * action_mask,
+        "bootstrapped": np.arange(len(lengths)) % 2,
         "span_counts": np.ones(len(lengths)),
         "spans": np.array(spans),
     }

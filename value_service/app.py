@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 from services.config.train import ValueConfig
 from services.training.board import StatusBoard
 from services.training.control import control_app
+from services.training.saver import Saver
 from services.wire.errors import NonFiniteError
 from services.wire.messages import ScoreReply
 from value_service.scorer import ScoreJob, Scorer
@@ -41,9 +42,17 @@ class RequestRefused(Exception):
         super().__init__(reason)
 
 
-def score_app(scorer: Scorer, board: StatusBoard, config: ValueConfig, *, vocab_size: int, model_name: str) -> FastAPI:
+def score_app(
+    scorer: Scorer,
+    board: StatusBoard,
+    config: ValueConfig,
+    *,
+    vocab_size: int,
+    model_name: str,
+    saver: Saver | None = None,
+) -> FastAPI:
     """The value service's HTTP application."""
-    app = control_app(board, title="Counterpoint value service")
+    app = control_app(board, title="Counterpoint value service", saver=saver)
 
     @app.exception_handler(RequestRefused)
     async def refuse(_: Request, error: RequestRefused) -> Response:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.model.attention import PackedLayout
 from services.model.head import Critic, values_before_tokens
+from services.model.layout import PackedLayout
+from services.model.mesh import Mesh
 from services.packing.plan import pack
 from services.training.board import StatusBoard
 from services.training.ranks import Ranks
@@ -60,9 +61,12 @@ class ScoreJob:
 class Scorer:
     """The critic's own commands: a queue on rank 0, forwards on every rank."""
 
-    def __init__(self, critic: Critic, ranks: Ranks, board: StatusBoard, *, seq_len: int) -> None:
+    kind = "score"
+
+    def __init__(self, critic: Critic, ranks: Ranks, mesh: Mesh, board: StatusBoard, *, seq_len: int) -> None:
         self._critic = critic
         self._ranks = ranks
+        self._mesh = mesh
         self._board = board
         self._seq_len = seq_len
         self._queue: deque[ScoreJob] = deque()
@@ -92,7 +96,7 @@ class Scorer:
 
     def next_command(self) -> dict[str, Any]:
         """Take the requests of the next command and plan their bins."""
-        budget = FORWARDS_PER_COMMAND * self._seq_len * self._ranks.size
+        budget = FORWARDS_PER_COMMAND * self._seq_len * self._mesh.num_data_ranks
         with self._condition:
             self._running = [self._queue.popleft()]
             tokens = self._running[0].num_tokens
@@ -103,8 +107,8 @@ class Scorer:
         branches = [branch for job in self._running for branch in job.branches]
         lengths = np.array([len(branch) for branch in branches], dtype="<u4")
         token_ids = np.array([token for branch in branches for token in branch], dtype="<u4")
-        bins = pack(lengths.tolist(), seq_len=self._seq_len, num_data_ranks=self._ranks.size)
-        return {"kind": "score", "lengths": lengths.tobytes(), "token_ids": token_ids.tobytes(), "bins": bins}
+        bins = pack(lengths.tolist(), seq_len=self._seq_len, num_data_ranks=self._mesh.num_data_ranks)
+        return {"kind": self.kind, "lengths": lengths.tobytes(), "token_ids": token_ids.tobytes(), "bins": bins}
 
     def execute(self, command: dict[str, Any]) -> None:
         """Run this rank's bins; rank 0 collects all values and answers the requests."""
@@ -113,24 +117,28 @@ class Scorer:
         token_ids = np.frombuffer(command["token_ids"], dtype="<u4").astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         bins: list[list[list[int]]] = command["bins"]
-        outputs = [self._run_bin(own, token_ids, lengths, starts) for own in bins[self._ranks.rank]]
-        sizes = [sum(int(lengths[i]) + 1 for own in rank_bins for i in own) for rank_bins in bins]
-        gathered = self._ranks.gather_f32(torch.cat(outputs) if outputs else torch.zeros(0), sizes)
+        outputs = [self._run_bin(own, token_ids, lengths, starts) for own in bins[self._mesh.data_rank]]
+        per_bins = [sum(int(lengths[i]) + 1 for own in rank_bins for i in own) for rank_bins in bins]
+        # the context ranks of a data rank hold the same values: the first of them tells
+        cp, size = self._mesh.cp, self._ranks.size
+        sizes = [0 if rank % cp else per_bins[rank // cp] for rank in range(size)]
+        own = torch.cat(outputs) if outputs and self._mesh.cp_rank == 0 else torch.zeros(0)
+        gathered = self._ranks.gather_f32(own, sizes)
         if self._ranks.rank == 0:
-            self._answer(gathered, bins, lengths)
+            self._answer(gathered[::cp], bins, lengths)
             self._board.add(num_forwards=len(bins[0]), num_scored_tokens=len(token_ids))
             self._board.progress()
 
     @torch.no_grad()
     def _run_bin(self, own: list[int], token_ids: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> torch.Tensor:
         """Values then bootstrap value of each branch of a bin, flat; an empty bin runs a dummy of one token."""
-        device = self._critic.head.weight.device
+        device = self._mesh.device
         if not own:
-            self._critic(torch.zeros(1, dtype=torch.long, device=device), PackedLayout.of([1], device))
+            self._critic(torch.zeros(1, dtype=torch.long, device=device), PackedLayout.of([1], device, self._mesh))
             return torch.zeros(0)
         row = np.concatenate([token_ids[starts[i] : starts[i + 1]] for i in own])
-        layout = PackedLayout.of([int(lengths[i]) for i in own], device)
-        output = self._critic(torch.from_numpy(row).to(device), layout)
+        layout = PackedLayout.of([int(lengths[i]) for i in own], device, self._mesh)
+        output = layout.gather(self._critic(torch.from_numpy(row).to(device), layout))
         values, bootstraps = values_before_tokens(output, torch.tensor(layout.lengths, device=device))
         pieces = zip(values.split(list(layout.lengths)), bootstraps, strict=True)
         return torch.cat([part for v, b in pieces for part in (v, b[None])]).float().cpu()

@@ -4,7 +4,10 @@ Notable:
 - The targets are the grid's; nothing recomputes them between the K updates.
 - `value/explained_variance` and `value/loss` are those of the first update's forward (pre-update values), pooled over
   all ranks by f64 moments; `..._at_scoring` uses the values that fed the advantages.
+- A target that holds the critic's own value at a cut trains like any other, but counts in no measure of fit: explained
+  variance, Brier score and calibration would find the critic in agreement with itself.
 - The loss sees the head's outputs, everything measured the one value a token that scoring returns too.
+- Where a loss is not finite, one more forward finds the sample.
 - A batch without a loss token takes no optimizer step, and every rank still joins every collective.
 """
 
@@ -16,9 +19,12 @@ from typing import Any
 import torch
 
 from services.config.train import ValueConfig
-from services.model.attention import PackedLayout
+from services.model.freeze import is_head
 from services.model.head import Critic, values_before_tokens
-from services.training.optimizer import Optimizer, UpdateResult
+from services.model.layout import PackedLayout
+from services.model.mesh import Mesh
+from services.training.culprits import Suspect, first_samples, tell_culprits
+from services.training.optimizer import HeadOnly, Optimizer, UpdateResult
 from services.training.ranks import Ranks
 from services.wire.grids import GridItem, MicroBatch, MiniBatch
 from value_service.losses import FitMoments, TraceFit, ValueLoss, summarize
@@ -37,12 +43,18 @@ class _Fits:
 class Updater:
     """The critic's trainer, on every rank."""
 
-    def __init__(self, critic: Critic, ranks: Ranks, config: ValueConfig) -> None:
+    def __init__(self, critic: Critic, ranks: Ranks, mesh: Mesh, config: ValueConfig) -> None:
         self._critic = critic
         self._ranks = ranks
+        self._mesh = mesh
         self._config = config
-        self._optimizer = Optimizer(critic, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
-        self._device = critic.head.weight.device
+        self._optimizer = Optimizer(
+            critic,
+            config.optim,
+            ranks,
+            warmup_updates=config.warmup.lr_updates,
+            head_only=HeadOnly(config.warmup.head_only_updates, is_head),
+        )
 
     @property
     def optimizer(self) -> Optimizer:
@@ -58,8 +70,11 @@ class Updater:
         self._loss = ValueLoss(item.header.loss_name, item.header.loss_constants, self._critic.head.points)
         row: dict[str, Any] = {}
         num_skipped = 0
+        self._step = item.header.step
+        mini_batches = list(item.mini_batches())
+        self._first_samples = first_samples(m for _, micro_batches in mini_batches for m in micro_batches)
         for update in range(self._config.updates_per_batch):
-            for number, (mini_batch, micro_batches) in enumerate(item.mini_batches()):
+            for number, (mini_batch, micro_batches) in enumerate(mini_batches):
                 self._fits = _Fits() if update == 0 and number == 0 else None
                 result = self._update(mini_batch, micro_batches)
                 num_skipped += not result.applied
@@ -78,42 +93,98 @@ class Updater:
 
         def loss_function(micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, float]]:
             if micro_batch.is_dummy:
-                outputs = self._critic.outputs(
-                    torch.zeros(1, dtype=torch.long, device=self._device), PackedLayout.of([1], self._device)
-                )
-                return outputs.sum() * 0.0, {}
+                return self._dummy_outputs().sum() * 0.0, {}
             return self._loss_of(micro_batch, denominator)
 
-        return self._optimizer.update(micro_batches, loss_function, step=mini_batch.tokens > 0)
+        return self._optimizer.update(
+            micro_batches,
+            loss_function,
+            step=mini_batch.tokens > 0,
+            blame=lambda micro_batch: self._blame(micro_batch, denominator),
+        )
+
+    def _blame(self, micro_batch: MicroBatch, denominator: int) -> str:
+        """The samples of a micro-batch whose loss is not finite."""
+        if micro_batch.is_dummy:
+            self._dummy_outputs()
+            return ""
+        layout, arrays, outputs, positions = self._outputs(micro_batch)
+        suspects: list[Suspect] = []
+        first, start = self._first_samples[id(micro_batch)], 0
+        for number, length in enumerate(layout.lengths):
+            own = positions[(positions >= start) & (positions < start + length)]
+            start += length
+            if len(own):
+                loss, _ = self._loss_at(own, layout, arrays, outputs, denominator)
+                seen = {"returns": arrays["returns"][own], "outputs": outputs[own - 1 - layout.first_local]}
+                suspects.append(Suspect(first + number, length, loss, seen))
+        return tell_culprits(self._step, suspects)
+
+    def _dummy_outputs(self) -> torch.Tensor:
+        """A forward of one token, which joins the collectives of the other ranks' forwards."""
+        ids = torch.zeros(1, dtype=torch.long, device=self._mesh.device)
+        return self._critic.outputs(ids, PackedLayout.of([1], self._mesh.device, self._mesh))
+
+    def _outputs(
+        self, micro_batch: MicroBatch
+    ) -> tuple[PackedLayout, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Layout, arrays on the device, the head's outputs [T / C, K], and the loss tokens [n] of this context rank."""
+        device = self._mesh.device
+        layout = PackedLayout.of(micro_batch.lengths.tolist(), device, self._mesh)
+        arrays = {
+            name: torch.from_numpy(array.copy()).to(device)
+            for name, array in (micro_batch.arrays | micro_batch.sample_arrays).items()
+        }
+        outputs = self._critic.outputs(arrays["token_ids"].long(), layout)
+        positions = arrays["loss_mask"].nonzero().flatten()  # never a first token: the row before is its own sample's
+        return layout, arrays, outputs, positions[layout.holds(positions - 1)]
+
+    def _loss_at(
+        self,
+        positions: torch.Tensor,
+        layout: PackedLayout,
+        arrays: dict[str, torch.Tensor],
+        outputs: torch.Tensor,
+        denominator: int,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self._loss(
+            outputs[positions - 1 - layout.first_local],
+            arrays["returns"][positions],
+            torch.ones_like(positions, dtype=torch.bool),
+            old_values=arrays["old_values"][positions],
+            denominator=denominator,
+        )
 
     def _loss_of(self, micro_batch: MicroBatch, denominator: int) -> tuple[torch.Tensor, dict[str, float]]:
-        lengths = torch.from_numpy(micro_batch.lengths.astype("int64"))
-        layout = PackedLayout.of(lengths.tolist(), self._device)
-        lengths = lengths.to(self._device)
-        arrays = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in micro_batch.arrays.items()}
-        outputs, _ = values_before_tokens(self._critic.outputs(arrays["token_ids"].long(), layout), lengths)
-        mask = arrays["loss_mask"].bool()
-        loss, sums = self._loss(
-            outputs, arrays["returns"], mask, old_values=arrays["old_values"], denominator=denominator
-        )
+        layout, arrays, outputs, positions = self._outputs(micro_batch)
+        loss, sums = self._loss_at(positions, layout, arrays, outputs, denominator)
         own = {name: float(value) for name, value in sums.items()}
         if self._fits is not None:
-            own |= self._measure(self._fits, self._critic.head.values_of(outputs.detach()), arrays, lengths)
+            after = layout.gather(self._critic.head.values_of(outputs.detach()))  # [T], on every context rank
+            if self._mesh.cp_rank == 0:
+                lengths = torch.tensor(layout.lengths, device=self._mesh.device)
+                own |= self._measure(self._fits, values_before_tokens(after, lengths)[0], arrays, lengths)
         return loss, own
 
     def _measure(
         self, fits: _Fits, values: torch.Tensor, arrays: dict[str, torch.Tensor], lengths: torch.Tensor
     ) -> dict[str, float]:
         """Add this micro-batch to the fits; returns the sums that no loss reports."""
-        mask, acting, returns = arrays["loss_mask"].bool(), arrays["action_mask"].bool(), arrays["returns"]
+        trained, acting, returns = arrays["loss_mask"].bool(), arrays["action_mask"].bool(), arrays["returns"]
+        bootstrapped = torch.repeat_interleave(arrays["bootstrapped"].bool(), lengths)  # [T]
+        mask = trained & ~bootstrapped
+        totals = {
+            "return_sum": float(returns[trained].double().sum()),
+            "bootstrapped": float((trained & bootstrapped).sum()),
+        }
         fits.at_scoring = fits.at_scoring.merge(FitMoments.of(returns[mask], arrays["old_values"][mask]))
         if not bool(torch.isfinite(values[acting]).all()):  # then the vote refuses the update
-            return {}
+            return totals
         fits.tokens = fits.tokens.merge(FitMoments.of(returns[mask], values[mask]))
         by_trace, sums = trace_fit(values, returns, acting, mask, lengths)
         fits.by_trace = fits.by_trace.merge(by_trace)
         low, high = self._loss.value_range
-        return sums | calibration_sums(values[mask], returns[mask], low=low, high=high)
+        return totals | sums | calibration_sums(values[mask], returns[mask], low=low, high=high)
 
     def _first_row(self, mini_batch: MiniBatch, result: UpdateResult, fits: _Fits) -> dict[str, Any]:
         tokens, at_scoring, means, first = (
@@ -121,7 +192,5 @@ class Updater:
             for fit in (fits.tokens, fits.at_scoring, fits.by_trace.means, fits.by_trace.first)
         )
         sums = {"tokens": float(mini_batch.tokens)} | result.sums
-        return summarize(sums, tokens, at_scoring, TraceFit(means, first)) | {
-            "value/return_mean": tokens.returns.mean,
-            "value/grad_norm": result.grad_norm,
-        }
+        row = summarize(sums, tokens, at_scoring, TraceFit(means, first))
+        return row | {"value/grad_norm": result.grad_norm}

@@ -10,6 +10,7 @@ Notable:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from orchestrator.algorithms.credit import credit_metrics
@@ -84,6 +85,14 @@ class Algorithm(ABC):
         for sample, (returns, mask) in zip(samples, kept, strict=True):
             sample.returns, sample.value_loss_mask = returns, mask
         return metrics
+
+    def prompt_weight(self) -> Callable[[str], float] | None:
+        """How often a prompt shall come, by its id, relative to the others; None = every prompt once an epoch.
+
+        Returns:
+            A function of what is known when it is called, with values in (0, 1].
+        """
+        return None
 
     @abstractmethod
     def _assign(self, groups: list[list[TrainingSample]]) -> dict[str, float]:

@@ -1,11 +1,13 @@
-"""What every algorithm with a critic shares: where rewards go, what a cut is worth, and the two GAE passes.
+"""What every algorithm with a critic shares: where rewards go, what a cut is worth, and GAE with its two lambdas.
 
 Legend: T tokens of a branch.
 
 Notable:
 - The outcome reward sits on the last *action* token of each branch: a trace that ends in an observation keeps it.
-- The stop reason is data. Only a `truncated_*` trace may bootstrap, and only where the configuration says so.
-- Two passes share the values: one lambda for the policy's advantages, another for the critic's targets.
+- The stop reason is data. Only a `truncated_*` trace may bootstrap, and only where the configuration says so; its
+  targets are then partly the critic's own, which is marked for whoever measures the critic by them.
+- One lambda for the policy's advantages, another for the critic's targets, in one pass over the values.
+- The arrays of a batch are rows of one: they live as long as any of them.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ def bootstrap_value(sample: TrainingSample, truncation: Truncation) -> float:
     Returns:
         The critic's output at the last position for a truncated sample under "bootstrap", else 0.
     """
-    return sample.bootstrap_value if truncation == "bootstrap" and sample.stop_reason in TRUNCATED else 0.0
+    return sample.bootstrap_value if _bootstraps(sample, truncation) else 0.0
+
+
+def _bootstraps(sample: TrainingSample, truncation: Truncation) -> bool:
+    return truncation == "bootstrap" and sample.stop_reason in TRUNCATED
 
 
 def assign_credit(
@@ -70,10 +76,12 @@ def assign_credit(
     value_lambda: float,
     truncation: Truncation,
     granularity: Granularity = "token",
+    out: np.ndarray | None = None,
 ) -> None:
     """Fill `sample.advantages` with lambda `lam` and `sample.returns` with lambda `value_lambda`.
 
-    With "step_last" also `sample.value_loss_mask`: the critic then trains on the last token of each step.
+    And `sample.bootstrapped`: whether the critic's value at the cut went into them. With "step_last" also
+    `sample.value_loss_mask`: the critic then trains on the last token of each step.
 
     Args:
         sample: A scored sample; its other fields stay as they are.
@@ -82,6 +90,7 @@ def assign_credit(
         value_lambda: Lambda of the critic's targets.
         truncation: See `bootstrap_value`.
         granularity: What one transition is.
+        out: [2, T] f64 whose rows advantages and returns become; None: a new array.
 
     Raises:
         ContractError: the sample was never scored.
@@ -90,25 +99,21 @@ def assign_credit(
     if sample.values is None:
         raise ContractError(f"trace {sample.trace_id}: values are missing, the sample was never scored")
     mask = sample.branch.action_mask
+    sample.bootstrapped = _bootstraps(sample, truncation)
     bootstrap = bootstrap_value(sample, truncation)
     if not (np.isfinite(sample.values[mask]).all() and np.isfinite(bootstrap)):
         raise NonFiniteError(f"trace {sample.trace_id}: values hold a non-finite number")
-    rewards = token_rewards(sample)
-
-    def gae(lambda_: float) -> tuple[np.ndarray, np.ndarray]:
-        assert sample.values is not None
-        return step_gae(
-            sample.values,
-            mask,
-            rewards,
-            granularity=granularity,
-            gamma=gamma,
-            lam=lambda_,
-            bootstrap_value=bootstrap,
-        )
-
-    sample.advantages, policy_returns = gae(lam)
-    sample.returns = policy_returns if value_lambda == lam else gae(value_lambda)[1]
+    sample.advantages, sample.returns = step_gae(
+        sample.values,
+        mask,
+        token_rewards(sample),
+        granularity=granularity,
+        gamma=gamma,
+        lam=lam,
+        bootstrap_value=bootstrap,
+        value_lambda=value_lambda,
+        out=out,
+    )
     if granularity == "step_last":
         sample.value_loss_mask = sample.branch.loss_mask & last_tokens(mask)
 
@@ -128,8 +133,12 @@ def assign_gae(samples: Iterable[TrainingSample], config: GaeKeys, lam_of: Calla
         ContractError: a sample was never scored.
         NonFiniteError: a reward or value is not finite.
     """
+    samples = list(samples)
+    ends = np.cumsum([sample.num_tokens for sample in samples])
+    # One array for the batch: fresh pages for each sample by itself would cost more than the arithmetic.
+    whole = np.empty((2, ends[-1] if len(ends) else 0))
     lambdas: list[float] = []
-    for sample in samples:
+    for sample, end in zip(samples, ends, strict=True):
         num = num_transitions(sample.branch.action_mask, config.granularity)
         lam = lam_of(num)
         if num:
@@ -141,6 +150,7 @@ def assign_gae(samples: Iterable[TrainingSample], config: GaeKeys, lam_of: Calla
             value_lambda=config.value_lambda,
             truncation=config.truncation,
             granularity=config.granularity,
+            out=whole[:, end - sample.num_tokens : end],
         )
     return lambda_metrics(lambdas)
 

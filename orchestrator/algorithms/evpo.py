@@ -85,16 +85,20 @@ class Evpo(Algorithm):
 
 
 def explained_variance_of(samples: list[TrainingSample], returns: list[np.ndarray]) -> float | None:
-    """1 - Var(G - V) / Var(G) over the loss tokens of scored samples.
+    """1 - Var(G - V) / Var(G) over the loss tokens of scored samples, those aside that hold the critic's own value.
 
     Args:
-        samples: Scored samples.
+        samples: Scored and credited samples.
         returns: [T] each.
 
     Returns:
         At most 1; None where the returns do not vary.
     """
-    pairs = [(r, s.values, s.branch.loss_mask) for s, r in zip(samples, returns, strict=True) if s.values is not None]
+    pairs = [
+        (r, s.values, s.branch.loss_mask)
+        for s, r in zip(samples, returns, strict=True)
+        if s.values is not None and not s.bootstrapped
+    ]
     if not pairs:
         return None
     flat = np.concatenate([targets[mask] for targets, _, mask in pairs])

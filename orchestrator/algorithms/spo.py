@@ -7,11 +7,14 @@ Notable:
 - Advantages are normalised over the *traces* of a batch, by mean and n-1 standard deviation: a long answer weighs no
   more than a short one. A batch of one trace passes unchanged; equal advantages become zeros.
 - The tracker starts from offline rollouts of the prompt where a prior file names it, else from one half.
-- `sampling_weight` says how much a prompt has left to teach; the stream of tasks does not use it yet.
+- Prompts come by `sampling_weight`, as much as each has left to teach, instead of once an epoch.
 
 Deviations:
-- The drift since a prompt's last visit is `drift_per_version` times the policy versions in between, not measured: the
-  orchestrator has no model to score the old answer with.
+- The drift since a prompt's last visit is `drift_per_version` times the policy versions in between, not measured. The
+  paper's is the mean absolute difference of the old answer's log-probabilities then and now; the orchestrator has
+  those of then only, and the trainers' differences are of a batch, one step apart, and of other prompts.
+- Prompts are drawn one by one as rollouts start, with the trackers of that moment, not for a batch at once: one that is
+  in flight may be drawn again, and what it is about to teach is not counted yet.
 - Traces of a group are visited one after the other, as if each were a batch of its own.
 """
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +101,11 @@ class Spo(Algorithm):
         if prompt_id not in self._trackers:
             self._trackers[prompt_id] = Tracker.from_prior(0, 0.0, rho_low=self._config.rho_low)
         return self._trackers[prompt_id]
+
+    def prompt_weight(self) -> Callable[[str], float]:
+        """`sampling_weight` of a prompt's tracker as it is then; asking makes no tracker."""
+        fresh = Tracker.from_prior(0, 0.0, rho_low=self._config.rho_low)
+        return lambda prompt_id: sampling_weight(self._trackers.get(prompt_id, fresh).value)
 
     def _assign(self, groups: list[list[TrainingSample]]) -> dict[str, float]:
         baseline_of: dict[str, float] = {}

@@ -17,6 +17,8 @@ Deviations:
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from orchestrator.algorithms.gae import skip_observation_gae
@@ -52,6 +54,8 @@ def step_gae(
     gamma: float,
     lam: float,
     bootstrap_value: float = 0.0,
+    value_lambda: float | None = None,
+    out: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and lambda-returns of one branch, each step one transition; tokens without a granularity.
 
@@ -63,15 +67,20 @@ def step_gae(
         gamma: Discount per transition.
         lam: GAE lambda per transition.
         bootstrap_value: Value of the state after the last token; 0 for a branch that terminated.
+        value_lambda: Lambda of the returns; None: `lam`.
+        out: [2, T] f64 to write advantages and returns to; None: a new array.
 
     Returns:
-        (advantages [T], returns [T]), f64, zero off the action mask.
+        (advantages [T], returns [T]), f64, zero off the action mask: the rows of `out`.
 
     Raises:
         ValueError: see `skip_observation_gae`.
     """
+    gae = partial(
+        skip_observation_gae, gamma=gamma, lam=lam, bootstrap_value=bootstrap_value, value_lambda=value_lambda
+    )
     if granularity == "token":
-        return skip_observation_gae(values, action_mask, rewards, gamma=gamma, lam=lam, bootstrap_value=bootstrap_value)
+        return gae(values, action_mask, rewards, out=out)
     starts = step_starts(action_mask)  # [S]
     ends = np.flatnonzero(last_tokens(action_mask))  # [S]
     step_of_token = np.repeat(np.arange(len(starts)), ends - starts + 1)  # [action tokens]
@@ -81,9 +90,8 @@ def step_gae(
 
     step_values = values[ends] if granularity == "step_last" else per_step(values) / (ends - starts + 1)
     everywhere = np.ones(len(starts), dtype=bool)
-    numbers = skip_observation_gae(
-        step_values, everywhere, per_step(rewards), gamma=gamma, lam=lam, bootstrap_value=bootstrap_value
-    )
-    advantages, returns = np.zeros(len(action_mask)), np.zeros(len(action_mask))  # [T]
+    numbers = gae(step_values, everywhere, per_step(rewards))
+    advantages, returns = out = np.empty((2, len(action_mask))) if out is None else out
+    out.fill(0.0)
     advantages[action_mask], returns[action_mask] = (array[step_of_token] for array in numbers)
     return advantages, returns

@@ -11,8 +11,10 @@ from typing import Any
 
 from orchestrator.environments.add import AddEnvironment
 from orchestrator.environments.guess import GuessEnvironment
+from orchestrator.environments.prefixed import PrefixedEnvironment
 from orchestrator.environments.protocol import Environment, TextTokenizer
 from orchestrator.environments.reverse import ReverseEnvironment
+from services.config.orchestrator import EnvConfig
 from services.config.tasks import problems_of
 from services.wire.errors import ConfigError
 
@@ -33,3 +35,13 @@ def build(env_type: str, args: dict[str, Any], tokenizer: TextTokenizer) -> Envi
     if problems:
         raise ConfigError([f"env: {problem}" for problem in problems])
     return ENVIRONMENTS[env_type](args, tokenizer)
+
+
+def build_training(config: EnvConfig, tokenizer: TextTokenizer) -> Environment:
+    """Make the environment of an `[[env]]`: whole episodes, or continuations of recorded ones.
+
+    Raises:
+        ConfigError: see `build` and `PrefixedEnvironment`.
+    """
+    environment = build(config.type, config.args, tokenizer)
+    return environment if config.prefix_file is None else PrefixedEnvironment(environment, config)

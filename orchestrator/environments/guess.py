@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.environments.protocol import Episode, Reply, TextTokenizer, answer_text
+from orchestrator.environments.protocol import Episode, Reply, Restored, TextTokenizer, answer_text, replay
 from services.config.tasks import GuessArgs, guess_hint, guess_number, guess_prompt
 
 
@@ -48,3 +48,7 @@ class GuessEnvironment:
     def start(self, index: int, seed: int) -> Episode:
         """Think of the number `index`."""
         return GuessEpisode(index, self._args, self._tokenizer)
+
+    def restore(self, index: int, seed: int, turns: list[list[int]]) -> Restored:
+        """Hear the same guesses again."""
+        return replay(self.start(index, seed), turns)

@@ -6,6 +6,7 @@
     reply.observation_ids                   what the environment says before the next turn
     reply.done, reply.outcome               the end, and what it was worth
     episode.cut()                           the driver ended it: what that is worth
+    environment.restore(index, seed, turns) where it can: an episode that has gone through these turns already
 
 Notable:
 - Token ids in, token ids out: what trains is exactly what was sampled. Only environments look at text, to grade it.
@@ -81,6 +82,46 @@ class Environment(Protocol):
     def start(self, index: int, seed: int) -> Episode:
         """Begin an episode; `seed` is for environments with a chance of their own."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """An episode in the middle, and what it said on the way there."""
+
+    episode: Episode
+    observations: list[list[int]]
+    """one after each of the turns"""
+
+
+class RestorableEnvironment(Environment, Protocol):
+    """An environment whose recorded episodes can be continued."""
+
+    def restore(self, index: int, seed: int, turns: list[list[int]]) -> Restored:
+        """Begin an episode and bring it to where these model turns had led.
+
+        Raises:
+            PrefixMismatch: the turns lead elsewhere.
+        """
+        ...
+
+
+class PrefixMismatch(Exception):
+    """An episode could not be brought to where a recorded one was; the trace is dropped, and counted apart."""
+
+
+def replay(episode: Episode, turns: list[list[int]]) -> Restored:
+    """Take recorded turns one by one: all that `restore` needs where a step has no effect outside of its episode.
+
+    Raises:
+        PrefixMismatch: the episode ended on the way.
+    """
+    observations = []
+    for number, turn in enumerate(turns, start=1):
+        reply = episode.step(list(turn))
+        if reply.done:
+            raise PrefixMismatch(f"the episode ended at turn {number} of {len(turns)}")
+        observations.append(reply.observation_ids)
+    return Restored(episode, observations)
 
 
 def answer_text(tokenizer: TextTokenizer, action_ids: list[int]) -> str | None:

@@ -31,7 +31,7 @@ class AlgorithmFacts(Section):
     shared_nodes: Literal["first", "mean"] = "first"
     """Advantage and target of a token that several branches share: the first branch's, or the mean over branches."""
     filter_equal_rewards: bool = False
-    """Groups whose traces all have the same reward train the critic, not the policy."""
+    """Groups whose traces all have the same reward, after shaping, train the critic, not the policy."""
     prune_zero_advantages: bool = False
     """Tokens whose advantage is exactly 0 leave the policy's loss and its denominator."""
 

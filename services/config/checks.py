@@ -16,11 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.config.algorithm import EitherLossKeys, SpoConfig
+from services.config.checkpoint import checkpoint_problems
+from services.config.env_settings import ROUNDING, prefix_problems, reward_problems, shaped_range, shaping_keys
+from services.config.exported import init_from_problems, policy_problem
 from services.config.layers import Layers, Problem
+from services.config.layout import layout_problems
 from services.config.model_path import max_positions, missing_sizes, model_folder, model_problem
+from services.config.parts import training_problems
 from services.config.schema import Config
-from services.config.tasks import REWARD_RANGES, problems_of
+from services.config.tasks import problems_of
 from services.config.toml_lines import KeyPath, dotted
+from services.wire.messages import ROWS_KEPT
 
 PORT_KEYS: dict[str, KeyPath] = {
     "inference_http_port": ("inference", "port"),
@@ -171,6 +177,24 @@ def _lengths(config: Config) -> Iterator[Finding]:
         yield Finding(engine_key, what, f"give at most {positions}", (("model", "path"),))
 
 
+def _schedule(config: Config) -> Iterator[Finding]:
+    orchestrator, key = config.orchestrator, ("orchestrator", "schedule")
+    if orchestrator.schedule != "overlap":
+        return
+    if config.value is None:
+        if not config.algorithm.needs_value:
+            what = "there is no [value], so there is nothing to overlap"
+            yield Finding(key, what, "delete it", (("value",), ("algorithm", "type")))
+        return
+    if config.value.refresh == "refreshed":
+        what = '"refreshed" needs the critic\'s update, which orchestrator.schedule = "overlap" does not wait for'
+        fix = 'give "pre_update", or orchestrator.schedule = "critic_first"'
+        yield Finding(("value", "refresh"), what, fix, (key,))
+    if orchestrator.max_critic_lag >= ROWS_KEPT:
+        what = f"{orchestrator.max_critic_lag} is too far behind: the critic keeps the metrics of {ROWS_KEPT} steps"
+        yield Finding(("orchestrator", "max_critic_lag"), what, f"give at most {ROWS_KEPT - 1}", (key,))
+
+
 def _tasks(config: Config) -> Iterator[Finding]:
     for name, sections in (("env", config.env), ("eval", config.eval)):
         for index, section in enumerate(sections):
@@ -192,16 +216,25 @@ def _value_range(config: Config) -> Iterator[Finding]:
         yield Finding(key, f"[{low:g}, {high:g}] is no range", "give [low, high] with low below high")
         return
     for index, env in enumerate(config.env):
-        if env.type in REWARD_RANGES:
-            least, most = REWARD_RANGES[env.type]
+        bounds = shaped_range(env)
+        if bounds is not None:
+            least, most = bounds
             if getattr(config.algorithm, "gamma", 1.0) < 1.0:
                 least, most = min(least, 0.0), max(most, 0.0)
-            if least < low or most > high:
+            if least < low - ROUNDING or most > high + ROUNDING:
                 what = (
                     f"returns of env[{index}] ({env.type}) lie in [{least:g}, {most:g}], not within [{low:g}, {high:g}]"
                 )
                 fix = f"give [{min(least, low):g}, {max(most, high):g}]"
-                yield Finding(key, what, fix, (("env", index, "type"), ("algorithm", "gamma")))
+                yield Finding(key, what, fix, (*shaping_keys(index), ("algorithm", "gamma")))
+
+
+def _environments(config: Config) -> Iterator[Finding]:
+    unit_interval_for = "spo" if isinstance(config.algorithm, SpoConfig) else None
+    for index, env in enumerate(config.env):
+        problems = reward_problems(index, env, unit_interval_for=unit_interval_for)
+        for path, what, fix, reads in (*problems, *prefix_problems(index, env)):
+            yield Finding(path, what, fix, reads)
 
 
 def _policy_loss(config: Config) -> Iterator[Finding]:
@@ -222,6 +255,29 @@ def _policy_loss(config: Config) -> Iterator[Finding]:
         yield Finding(("policy", "old_logprobs"), what, 'give "rollout"', (("algorithm", "type"),))
 
 
+def _trained(config: Config) -> Iterator[Finding]:
+    for role, section in (("policy", config.policy), ("value", config.value)):
+        if section is not None:
+            for path, what, fix, reads in training_problems(role, section, config.model.path):
+                yield Finding(path, what, fix, reads)
+
+
+def _checkpoints(config: Config) -> Iterator[Finding]:
+    for path, what, fix, reads in checkpoint_problems(config.checkpoint):
+        yield Finding(path, what, fix, reads)
+
+
+def _layouts(config: Config) -> Iterator[Finding]:
+    deployment = config.deployment
+    roles = [("policy", config.policy.model, deployment.num_policy_gpus)]
+    if config.value is not None:
+        roles.append(("value", config.value.model, deployment.num_value_gpus))
+    for role, layout, num_gpus in roles:
+        key = ("deployment", f"num_{role}_gpus")
+        for path, what, fix, reads in layout_problems(role, layout, num_gpus, key, config.model.path):
+            yield Finding(path, what, fix, reads)
+
+
 def _packing(config: Config) -> Iterator[Finding]:
     """Costs need sizes that not every `config.json` says; the tiny model's does."""
     folder = model_folder(config.model.path)
@@ -235,9 +291,17 @@ def _packing(config: Config) -> Iterator[Finding]:
 
 
 def _model(config: Config) -> Iterator[Finding]:
-    found = model_problem(config.model.path)
+    found = model_problem(config.model.path) or policy_problem(config.model.path)
     if found is not None:
         yield Finding(("model", "path"), *found)
+
+
+def _init_from(config: Config) -> Iterator[Finding]:
+    if config.value is None or config.value.init_from is None:
+        return
+    folder = model_folder(config.model.path) if model_problem(config.model.path) is None else None
+    for what, fix in init_from_problems(config.value.init_from, config.value.loss, folder):
+        yield Finding(("value", "init_from"), what, fix, (("value", "loss"), ("model", "path")))
 
 
 def _ports(config: Config) -> Iterator[Finding]:
@@ -310,11 +374,17 @@ _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _algorithm,
     _batch,
     _lengths,
+    _schedule,
     _tasks,
     _value_range,
+    _environments,
     _policy_loss,
+    _trained,
+    _checkpoints,
+    _layouts,
     _packing,
     _model,
+    _init_from,
     _ports,
     _devices,
     _engine,

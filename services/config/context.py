@@ -35,6 +35,10 @@ class RunContext(Section):
     policy_grid_url: str
     """tcp://127.0.0.1:port the orchestrator binds and the policy's data ranks connect to"""
     critic_grid_url: str | None = None
+    commit_dir: str | None = None
+    """checkpoints/step_NNNNNN that every process continues from, absolute; None = from the start."""
+    replay_of: str | None = None
+    """The run whose recorded rollouts are trained on, absolute; None = rollouts of an inference engine."""
     pids: dict[str, int] = {}
 
     @property

@@ -25,7 +25,11 @@ def model_problem(path: str) -> tuple[str, str] | None:
         choices = ", ".join(f"tiny:{task}" for task in TINY_TASKS)
         return None if rest in TINY_TASKS else (f"there is no task {rest!r} for the tiny model", f"choose {choices}")
     is_dummy = bool(colon) and kind == "dummy"
-    folder = Path(rest if is_dummy else path)
+    return folder_problem(Path(rest if is_dummy else path), needs_weights=not is_dummy)
+
+
+def folder_problem(folder: Path, *, needs_weights: bool = True) -> tuple[str, str] | None:
+    """What a local Hugging Face folder lacks, and the fix; None where nothing is missing."""
     if not folder.is_dir():
         return f"there is no folder {folder}", 'name a local Hugging Face folder, "tiny:TASK" or "dummy:CONFIG_DIR"'
     needed = ["config.json", "tokenizer.json"]
@@ -34,7 +38,7 @@ def model_problem(path: str) -> tuple[str, str] | None:
         return f"{folder} has no {' and no '.join(missing)}", "complete the folder (save model and tokenizer there)"
     if _read_config(folder) is None:
         return f"{folder / 'config.json'} is not a JSON object", "restore the file"
-    if not is_dummy and not any(folder.glob("*.safetensors")):
+    if needs_weights and not any(folder.glob("*.safetensors")):
         return f"{folder} has no *.safetensors", f"save the weights there, or use dummy:{folder} for random ones"
     return None
 
@@ -65,7 +69,10 @@ def model_folder(path: str) -> Path | None:
 
 def missing_sizes(folder: Path) -> list[str]:
     """What `config.json` does not say of the sizes that a sequence's cost depends on."""
-    config = _text_config(folder)
+    return _missing(text_config(folder))
+
+
+def _missing(config: dict[str, Any]) -> list[str]:
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [name for name in names if not _positive(config.get(name))]
     return missing if _active_width(config) else [*missing, "intermediate_size"]
@@ -77,10 +84,15 @@ def model_sizes(folder: Path) -> dict[str, int]:
     Raises:
         ConfigError: `config.json` is missing, or does not say one of them.
     """
-    missing = missing_sizes(folder)
+    config = text_config(folder)
+    missing = _missing(config)
     if missing:
         raise ConfigError([f"model.path: {folder / 'config.json'} does not say {', '.join(missing)}"])
-    config = _text_config(folder)
+    return sizes_of(config)
+
+
+def sizes_of(config: dict[str, Any]) -> dict[str, int]:
+    """The sizes of `model_sizes` from a configuration that says all of them."""
     hidden, heads = _positive(config["hidden_size"]), _positive(config["num_attention_heads"])
     return {
         "hidden_size": hidden,
@@ -93,7 +105,7 @@ def model_sizes(folder: Path) -> dict[str, int]:
     }
 
 
-def _text_config(folder: Path) -> dict[str, Any]:
+def text_config(folder: Path) -> dict[str, Any]:
     """`config.json`, or the part of it that is about the language model; empty where there is none."""
     config = _read_config(folder) or {}
     text = config.get("text_config")

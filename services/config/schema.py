@@ -16,6 +16,7 @@ from pydantic import Field
 
 from services.config.algorithm import AlgorithmConfig
 from services.config.base import Section
+from services.config.checkpoint import CheckpointConfig
 from services.config.inference import InferenceConfig
 from services.config.orchestrator import EnvConfig, EvalConfig, OrchestratorConfig
 from services.config.system import DeploymentConfig, ModelConfig, MonitorConfig, RunConfig, RuntimeConfig
@@ -38,7 +39,22 @@ class Config(Section):
     inference: InferenceConfig = InferenceConfig()
     deployment: DeploymentConfig = DeploymentConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
+
+    def on_cuda(self) -> Config:
+        """The same on GPUs, for who starts only a part of a run; how many there are was not checked."""
+        return self.model_copy(update={"deployment": self.deployment.model_copy(update={"device": "cuda"})})
+
+    @property
+    def num_policy_data_ranks(self) -> int:
+        """Items of a policy grid: the policy's GPUs over its context ranks."""
+        return self.deployment.num_policy_gpus // self.policy.model.cp
+
+    @property
+    def num_value_data_ranks(self) -> int:
+        """Items of a critic grid; 0 without a critic."""
+        return 0 if self.value is None else self.deployment.num_value_gpus // self.value.model.cp
 
 
 def to_toml(config: Config) -> str:

@@ -18,6 +18,8 @@ class RunConfig(Section):
     """The run's own directory; defaults to runs/<name>."""
     keep_snapshots: int = Field(default=2, ge=1)
     """Newest weight snapshots kept once every engine has moved on."""
+    record: bool = True
+    """Keep every batch's rollouts in `rollouts/`, about 22 bytes a token: what `counterpoint replay` trains on."""
 
 
 class ModelConfig(Section):

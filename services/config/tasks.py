@@ -66,6 +66,9 @@ TASK_ARGS: dict[str, type[Section]] = {"add": AddArgs, "reverse": ReverseArgs, "
 REWARD_RANGES: dict[str, tuple[float, float]] = {"add": (0.0, 1.0), "reverse": (0.0, 1.0), "guess": (0.0, 1.0)}
 """Where the rewards of an episode lie, for the environments that say so."""
 
+RESTORABLE = frozenset({"guess"})
+"""Environments that can be brought into the middle of an episode, so that a recorded trace can be continued."""
+
 
 def problems_of(task: str, args: dict[str, Any]) -> list[str]:
     """Return one line for each thing that is wrong with `type` and `args` of an `[[env]]` or `[[eval]]`."""

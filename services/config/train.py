@@ -15,6 +15,39 @@ class TrainModelConfig(Section):
 
     seq_len: int = Field(default=1024, ge=8)
     """Tokens of a packed bin; a longer branch is refused."""
+    cp: int = Field(default=1, ge=1)
+    """Ranks that share one packed bin, each holding 1/cp of its tokens (context parallelism by Ulysses all-to-all).
+    Data ranks are GPUs / cp."""
+    ep: int = Field(default=1, ge=1)
+    """Ranks that share the experts of a mixture, each holding 1/ep of them; they regroup the role's GPUs."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What forward and backward compute in. Parameters, gradients and moments are float32 either way."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
+
+
+class LoraConfig(Section):
+    """`[value.lora]`: train low-rank adapters instead of the backbone (arXiv 2106.09685); the value head trains whole.
+
+    Its presence turns it on; needs the `lora` extra (peft).
+    """
+
+    rank: int = Field(default=16, ge=1)
+    """Rank r of every update B A."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Updates are scaled by alpha / rank."""
+    targets: list[str] = ["all-linear"]
+    """Names of the layers that get an adapter, as path components ("q_proj"), or "all-linear"."""
+
+
+class PolicyLoraConfig(LoraConfig):
+    """`[policy.lora]`: train low-rank adapters instead of the policy (arXiv 2106.09685).
+
+    Its presence turns it on; needs the `lora` extra (peft).
+    """
+
+    publish: Literal["merged", "adapter"] = "merged"
+    """What the engine gets: whole weights with the adapters added in, or the adapter alone."""
 
 
 class PackingConfig(Section):
@@ -38,6 +71,8 @@ class OptimConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
+    offload: bool = False
+    """Keep the moments in host memory and bring them to the device piece by piece in the step; parameters stay."""
 
 
 class PolicyWarmupConfig(Section):
@@ -75,6 +110,10 @@ class PolicyConfig(Section):
     denominator_tokens: int | None = Field(default=None, ge=1)
     """Tokens that stand for a sample's length with "constant", say the longest answer (arXiv 2503.20783)."""
     model: TrainModelConfig = TrainModelConfig()
+    lora: PolicyLoraConfig | None = None
+    freeze: list[str] = []
+    """Parts that do not train, by path components: "attention" (all its usual names), "mlp", "embed_tokens",
+    "layers.0". A name that matches nothing is an error."""
     packing: PackingConfig = PackingConfig()
     optim: OptimConfig = OptimConfig()
     warmup: PolicyWarmupConfig = PolicyWarmupConfig()
@@ -91,6 +130,8 @@ class ValueWarmupConfig(Section):
     """Linear learning-rate warmup over so many of the critic's own updates."""
     critic_only_steps: int = Field(default=0, ge=0)
     """Steps at the start of the run in which only the critic trains; an absolute step index."""
+    head_only_updates: int = Field(default=0, ge=0)
+    """Updates at the start in which only the value head trains; counted in the critic's own updates."""
 
 
 class MseConfig(Section):
@@ -152,7 +193,14 @@ class HeadConfig(Section):
 class ValueConfig(Section):
     """`[value]`: the critic. Its presence is what makes a run use one."""
 
+    init_from: str | None = None
+    """Folder that the critic starts from: an exported critic, whose head comes along, or a language model, which gets
+    a fresh one. Its architecture, tokenizer and support must be this run's. None = it starts as `model.path`."""
     model: TrainModelConfig = TrainModelConfig()
+    lora: LoraConfig | None = None
+    freeze: list[str] = []
+    """Parts of the backbone that do not train, by path components: "attention" (all its usual names), "mlp",
+    "embed_tokens", "layers.0". A name that matches nothing is an error."""
     packing: PackingConfig = PackingConfig()
     optim: OptimConfig = OptimConfig()
     warmup: ValueWarmupConfig = ValueWarmupConfig()

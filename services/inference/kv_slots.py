@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.model.attention import PackedLayout, masked_attention, packed_attention
+from services.model.attention import masked_attention, packed_attention
+from services.model.layout import PackedLayout
 
 
 class KVSlots:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from services.inference.kv_slots import KVSlots
 from services.inference.sampling import sample
 from services.inference.weights import StagedWeights, swap
-from services.model.attention import PackedLayout
+from services.model.layout import PackedLayout
 from services.wire.errors import ConfigError
 
 PauseMode = Literal["abort", "wait", "keep"]

@@ -2,6 +2,7 @@
 
 Notable:
 - vLLM imports this in its own environment (`--worker-extension-cls`), so it needs torch and safetensors alone.
+- A folder with a LoRA adapter is added to the checkpoint that the engine started from, and loaded like any other.
 - Called by `/collective_rpc` while the engine is paused: vLLM's parameters are rebuilt layer by layer, and a forward in
   the middle of that ends the engine.
 - vLLM's own failed reload may leave half of the new weights, hence the checks against the checkpoint it started from.
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from services.inference.adapters import is_adapter, merge_adapter
+
 TIED_NAME = "lm_head.weight"
 """May be absent where the embedding is tied to it."""
 
@@ -28,7 +31,7 @@ class SnapshotExtension:
     vllm_config: Any
 
     def load_snapshot(self, path: str, version: str) -> str:
-        """Replace the weights by those of a Hugging Face folder.
+        """Replace the weights by those of a Hugging Face folder, or by the start's with an adapter folder added.
 
         Args:
             path: the folder.
@@ -37,8 +40,9 @@ class SnapshotExtension:
         Raises:
             ValueError: the snapshot does not fit or is not finite; nothing was replaced.
         """
-        tensors = read_tensors(Path(path))
-        check_tensors(tensors, checkpoint_shapes(Path(self.vllm_config.model_config.model)), path)
+        base = Path(self.vllm_config.model_config.model)
+        tensors = merge_adapter(read_tensors(base), Path(path)) if is_adapter(Path(path)) else read_tensors(Path(path))
+        check_tensors(tensors, checkpoint_shapes(base), path)
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
         if TIED_NAME not in tensors:
             _pack_tied_heads(self.model_runner.get_model())

@@ -4,6 +4,7 @@ Notable:
 - A snapshot is a Hugging Face folder: safetensors with hub names. Names, shapes and finiteness are checked on the whole
   of it first (and the manifest's sums, where it has one), so a bad snapshot leaves the served weights as they were.
 - Tied weights may appear under any of their names, but once at least.
+- A snapshot may be a LoRA adapter alone: it is added to the checkpoint that the model was loaded from.
 - Where hub names differ from the names in memory (fused experts), transformers' own loader converts.
 """
 
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from services.inference.adapters import is_adapter, merge_adapter
 from services.model.attention import IMPLEMENTATION
 from services.model.snapshot import MANIFEST, verify_snapshot
 from services.wire.errors import ContractError
@@ -34,18 +36,10 @@ def read_snapshot(model: PreTrainedModel, path: Path) -> StagedWeights:
     """
     if (path / MANIFEST).is_file():
         verify_snapshot(path)
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ContractError(f"snapshot {path} holds no safetensors file")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ContractError(f"snapshot file {file} cannot be read: {error}") from error
+    tensors = _with_adapter(model, path) if is_adapter(path) else _tensors(path)
     own = model.state_dict()
     if not set(tensors) <= set(own):
-        tensors = _converted(model, path)
+        tensors = _converted(model, tensors, path)
     staged = [(own[names[0]], _only(tensors, names, own[names[0]], path)) for names in _storages(own)]
     return staged
 
@@ -55,6 +49,28 @@ def swap(staged: StagedWeights) -> None:
     """Copy checked weights into the model."""
     for target, new in staged:
         target.copy_(new)
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ContractError(f"snapshot {path} holds no safetensors file")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ContractError(f"snapshot file {file} cannot be read: {error}") from error
+    return tensors
+
+
+def _with_adapter(model: PreTrainedModel, path: Path) -> dict[str, torch.Tensor]:
+    """The weights that the model was loaded from, an adapter added."""
+    try:
+        return merge_adapter(_tensors(Path(str(model.name_or_path))), path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ContractError(f"snapshot {path} cannot be added to {model.name_or_path}: {error}") from error
 
 
 def _storages(state: dict[str, torch.Tensor]) -> list[list[str]]:
@@ -81,19 +97,19 @@ def _only(tensors: dict[str, torch.Tensor], names: list[str], like: torch.Tensor
     return tensor
 
 
-def _converted(model: PreTrainedModel, path: Path) -> dict[str, torch.Tensor]:
+def _converted(model: PreTrainedModel, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
     """The snapshot under the names in memory, through transformers' loader.
 
     Raises:
         ContractError: on a name the architecture does not know.
     """
     try:
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            path,
+        result: Any = type(model).from_pretrained(
+            None,
             config=model.config,
+            state_dict=dict(tensors),
             attn_implementation=IMPLEMENTATION,
             dtype=model.dtype,
-            local_files_only=True,
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""The command line: `counterpoint run | plan | report | make-tiny`.
+"""The command line: `counterpoint run | plan | report | export | make-tiny`.
 
 Notable:
 - Heavy imports happen inside the commands: `counterpoint --help` answers at once.
@@ -40,6 +40,23 @@ REPORT_HELP = """\
 Prints the curves of finished, failed or running runs, and draws them into RUN_DIR/report.png. Several runs are drawn
 into one picture, beside each other's lines, in the first one's directory (or --out FILE).
 """
+EXPORT_HELP = """\
+Writes the policy or the critic of a run as a Hugging Face folder, from its newest commit or that of --step. A policy
+can be a `model.path`, a critic the `value.init_from` of another run. Where transformers has a class for token
+classification, a critic is one: its output at a position is the value of the state after that token. What its
+numbers mean is in counterpoint.json. A run without a commit gives the policy's newest snapshot.
+
+  counterpoint export runs/sao --role policy models/sao
+  counterpoint export runs/sao --role critic --step 100 models/sao-critic
+"""
+REPLAY_HELP = """\
+Trains again from the rollouts that a run recorded, without inference: another algorithm, loss, critic or layout on the
+same data. Values are scored anew, in the recorded order. Settings go on top of the run's own configuration; what made
+the rollouts (model, environments, batches, temperature) cannot change. RUN_DIR is only read.
+
+  counterpoint replay runs/sao
+  counterpoint replay runs/sao --run.dir runs/sao-ppo --algorithm.type ppo
+"""
 TINY_HELP = """\
 Makes the 0.43 M-parameter byte-level Llama and warm-starts it on one task by a few supervised steps; the same command
 makes the same weights. `model.path = "tiny:add"` does this by itself.
@@ -69,6 +86,7 @@ _TOP_LEVEL = frozenset(
         "inference",
         "deployment",
         "runtime",
+        "checkpoint",
         "monitor",
     }
 )
@@ -91,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     try:
-        settings, rest = split_settings(words) if words[:1] in (["run"], ["plan"]) else ([], words)
+        settings, rest = split_settings(words) if words[:1] in (["run"], ["plan"], ["replay"]) else ([], words)
         args = build_parser().parse_args(rest)
         command: Callable[[argparse.Namespace, list[str]], int] = args.function
         return command(args, settings)
@@ -154,6 +172,17 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="run directories")
     report.add_argument("--out", metavar="FILE", help="where to write the picture")
 
+    export = _command(commands, "export", "a trained model as a Hugging Face folder", EXPORT_HELP, _export)
+    export.add_argument("run_dir", metavar="RUN_DIR", help="run directory")
+    export.add_argument("--role", required=True, choices=["policy", "critic"], help="which of the two models")
+    export.add_argument("--step", type=int, metavar="N", help="commit after N finished steps (default: the newest)")
+    export.add_argument("dir", metavar="DIR", help="folder to make")
+
+    replay = _command(commands, "replay", "train again from recorded rollouts", REPLAY_HELP, _replay, SETTINGS_HELP)
+    replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of the recorded run")
+    replay.add_argument("--overwrite", action="store_true", help="remove an earlier replay in the same directory")
+    replay.add_argument("--resume", action="store_true", help="go on from the last commit of an earlier replay")
+
     tiny = _command(commands, "make-tiny", "make the tiny model", TINY_HELP, _make_tiny)
     tiny.add_argument("dir", metavar="DIR", help="folder to make")
     tiny.add_argument("--task", default="add", help="task of the warm start: add, reverse, guess (default: add)")
@@ -213,6 +242,24 @@ def _show_plan(configs: list[str], settings: list[str], *, as_json: bool, explai
     return EXIT_DONE
 
 
+def _replay(args: argparse.Namespace, settings: list[str]) -> int:
+    from pathlib import Path
+
+    from services.config.layers import parse_overrides
+    from services.launch.live import LiveView
+    from services.launch.replay import replay
+    from services.launch.report import summary
+    from services.launch.supervisor import run_dir_of
+    from services.runtime.roots import check_root
+
+    check_root()
+    overrides = parse_overrides(settings)
+    code, config = replay(Path(args.run_dir), overrides, LiveView(), overwrite=args.overwrite, resume=args.resume)
+    if code == EXIT_DONE:
+        sys.stdout.write(summary(run_dir_of(config)) + "\n")
+    return code
+
+
 def _report(args: argparse.Namespace, _settings: list[str]) -> int:
     from pathlib import Path
 
@@ -226,16 +273,30 @@ def _report(args: argparse.Namespace, _settings: list[str]) -> int:
     return EXIT_DONE
 
 
-def _make_tiny(args: argparse.Namespace, _settings: list[str]) -> int:
-    import subprocess
+def _export(args: argparse.Namespace, _settings: list[str]) -> int:
+    from pathlib import Path
 
+    from services.launch.export import MODULE, export_words
+
+    return _in_child(MODULE, export_words(Path(args.run_dir), args.role, args.step, Path(args.dir)))
+
+
+def _make_tiny(args: argparse.Namespace, _settings: list[str]) -> int:
     from services.config.model_path import TINY_TASKS
-    from services.launch.planner import Site
-    from services.runtime.roots import project_root
 
     if args.task not in TINY_TASKS:
         raise UsageError(f"--task {args.task}: choose from {', '.join(TINY_TASKS)}")
-    argv = [sys.executable, "-m", "services.model.tiny", args.dir, "--task", args.task, "--seed", str(args.seed)]
+    return _in_child("services.model.tiny", [args.dir, "--task", args.task, "--seed", str(args.seed)])
+
+
+def _in_child(module: str, words: list[str]) -> int:
+    """Run a module that imports torch; its exit code."""
+    import subprocess
+
+    from services.launch.planner import Site
+    from services.runtime.roots import project_root
+
+    argv = [sys.executable, "-m", module, *words]
     path = Site(project_root(), pythonpath=os.environ.get("PYTHONPATH", "")).search_path
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(argv, env=env, check=False).returncode

@@ -5,7 +5,7 @@ Notable:
   else that starts a run use the same plan.
 - Processes are named by module strings; nothing of theirs is imported.
 - All processes start at once; the orchestrator waits for the others (each wait named, with a deadline).
-- Without a `[value]` table there is no value process, and no port of one.
+- Without a `[value]` table there is no value process, and no port of one. A replay has no inference process.
 """
 
 from __future__ import annotations
@@ -96,7 +96,15 @@ class Plan:
 
 
 def plan(
-    config: Config, ports: dict[str, int], *, run_dir: Path, run_id: str, epoch: int, model: ModelSource, site: Site
+    config: Config,
+    ports: dict[str, int],
+    *,
+    run_dir: Path,
+    run_id: str,
+    epoch: int,
+    model: ModelSource,
+    site: Site,
+    replay_of: Path | None = None,
 ) -> Plan:
     """Lay out a run.
 
@@ -108,12 +116,16 @@ def plan(
         epoch: Number of this start.
         model: Where the model comes from.
         site: Where the commands will run.
+        replay_of: A run whose recorded rollouts take the place of inference, absolute.
 
     Returns:
         The plan; the same arguments give the same plan.
     """
     context = _context(config, ports, run_dir=run_dir, run_id=run_id, epoch=epoch, model=model)
     processes = [_inference(config, context, ports, site), _policy(config, ports, run_dir, site)]
+    if replay_of is not None:
+        context = context.model_copy(update={"inference_urls": [], "replay_of": str(replay_of)})
+        del processes[0]
     if config.value is not None:
         processes.append(_value(config, ports, run_dir, site))
     processes.append(_orchestrator(config, ports, run_dir, site))

@@ -125,10 +125,16 @@ def _dropped(rows: list[dict[str, Any]]) -> dict[str, int]:
     return totals
 
 
+def _size_of(folder: Path) -> str:
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def _files(run_dir: Path) -> list[str]:
     notes = {
         "metrics.jsonl": "one row a step and stream",
         "traces.jsonl": "some rollouts, token by token",
+        "rollouts": f"every batch as it was scored, {_size_of(run_dir / 'rollouts')}: what `counterpoint replay` reads",
         "weights": "policy snapshots (Hugging Face folders)",
         "logs": "one log a process",
         "config.resolved.toml": "the whole configuration",

@@ -20,6 +20,8 @@ from services.config.schema import Config
 from services.launch.models import MODELS_DIR, model_source
 from services.launch.planner import Plan, plan
 from services.launch.supervisor import run_dir_of, site_here
+from services.packing.memory import MemoryEstimate, estimate_memory
+from services.packing.shapes import model_shapes
 from services.runtime.ports import PortReservation
 
 
@@ -45,13 +47,16 @@ def print_plan(config: Config, *, as_json: bool) -> None:
     """
     layout = dry_plan(config)
     if as_json:
-        sys.stdout.write(json.dumps(layout.to_json() | {"lengths": _lengths(config)}, indent=1) + "\n")
+        memory = {role: estimate.to_json() for role, estimate in _memory(config, layout).items()}
+        plain = layout.to_json() | {"lengths": _lengths(config), "memory": memory}
+        sys.stdout.write(json.dumps(plain, indent=1) + "\n")
         return
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console.width = 120
     console.print(_process_table(layout))
     console.print(_length_table(config))
+    console.print(_memory_table(_memory(config, layout)))
     facts = {
         "run directory": layout.context.dir,
         "model": f"{config.model.path} ({layout.context.model_dir})",
@@ -97,6 +102,38 @@ def _length_table(config: Config) -> Table:
     for key, limit in _lengths(config).items():
         table.add_row(key, str(limit))
     return table
+
+
+def _memory(config: Config, layout: Plan) -> dict[str, MemoryEstimate]:
+    """What a rank of each role takes; empty where the model's sizes are not written down."""
+    shapes = model_shapes(layout.model.dir if layout.model.is_complete else None)
+    if shapes is None:
+        return {}
+    policy = estimate_memory(shapes, config.policy, num_ranks=config.deployment.num_policy_gpus)
+    if config.value is None:
+        return {"policy": policy}
+    return {
+        "policy": policy,
+        "value": estimate_memory(shapes, config.value, num_ranks=config.deployment.num_value_gpus),
+    }
+
+
+def _memory_table(memory: dict[str, MemoryEstimate]) -> Table:
+    table = Table(title="memory of one rank (estimated; full bins of seq_len tokens)", title_justify="left")
+    table.add_column("role")
+    for column in ("parameters", "gradients", "moments", "activations", "other", "total", "in host memory"):
+        table.add_column(column, justify="right")
+    for role, own in memory.items():
+        other = own.reference + own.gathered + own.workspace
+        counts = (own.parameters, own.gradients, own.moments, own.activations, other, own.total, own.host_moments)
+        table.add_row(role, *(_readable(count) for count in counts))
+    if not memory:
+        table.add_row("unknown: the model's config.json does not say its sizes", *[""] * 7)
+    return table
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _lengths(config: Config) -> dict[str, int]:

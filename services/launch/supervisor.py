@@ -103,13 +103,14 @@ def site_here() -> Site:
     return Site(project_root(), sys.executable, os.environ.get("PYTHONPATH", ""))
 
 
-def supervise(config: Config, view: View, *, overwrite: bool = False) -> int:
+def supervise(config: Config, view: View, *, overwrite: bool = False, lay_out: Callable[..., Plan] = plan) -> int:
     """Carry out a run from nothing to its end.
 
     Args:
         config: The resolved configuration.
         view: Shows progress.
         overwrite: Remove an earlier run in the same directory.
+        lay_out: Makes the plan, as `plan` does.
 
     Returns:
         The exit code: 0, 130 or 143 after a signal, else that of the process that failed first.
@@ -125,7 +126,7 @@ def supervise(config: Config, view: View, *, overwrite: bool = False) -> int:
             create_run_dir(run_dir, config, overwrite=overwrite)
             site = site_here()
             model = model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
-            code = Supervisor(config, run_dir, model, view, signals).run()
+            code = Supervisor(config, run_dir, model, view, signals, lay_out=lay_out).run()
             append_event(run_dir, "run_ended", exit_code=code)
             return code
     finally:
@@ -228,15 +229,17 @@ class Supervisor:
             fleet.kill()
 
     def _wait(self, fleet: Fleet, processes: list[ProcessPlan]) -> None:
-        """Return at a signal, at any exit, or when a rank is known to have failed (its torchrun agent ends later)."""
+        """Return at a signal, at any exit, or when a rank is known to have failed (its torchrun agent ends later).
+
+        A rank that only lost a peer counts: the peer may be frozen, and the agent would wait half a minute for it.
+        """
         next_look = time.monotonic() + _LOOK_INTERVAL_S
         while not fleet.exits() and not self._signals.count:
             self._view.tick()
             time.sleep(POLL_S)
             if time.monotonic() > next_look:
                 next_look = time.monotonic() + _LOOK_INTERVAL_S
-                blame = find_blame(self._run_dir, processes, {})
-                if blame is not None and blame.is_primary:
+                if find_blame(self._run_dir, processes, {}) is not None:
                     return
 
     def _conclude(self, fleet: Fleet, processes: list[ProcessPlan], final: str, layout: Plan | None) -> Attempt:

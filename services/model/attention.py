@@ -1,10 +1,15 @@
 """Attention over packed sequences, for any Hugging Face causal model, through transformers' attention interface.
 
+Legend: T tokens of a row, C context-parallel ranks, H query heads, D head width, B x L a padded batch.
+
 Notable:
 - Several sequences lie one after another in a single row; `PackedLayout` says where each begins. Each attends causally
   to itself alone, exactly: no mask of the whole row is ever built and no model code is touched.
-- Sequences of similar length (same power of two) are gathered into one right-padded batch: causality hides the
-  padding, so a sequence's result does not depend on its neighbours (law 2), and padding at most doubles the work.
+- On CUDA in half precision this is torch's `varlen_attn`. Elsewhere sequences of similar length (same power of two)
+  are gathered into one right-padded batch: causality hides the padding, so a sequence's result does not depend on its
+  neighbours (law 2), and padding at most doubles the work.
+- Context parallelism (Ulysses, arXiv 2309.14509): each rank holds T/C rows of everything; around the attention, and
+  only there, an all-to-all trades rows for heads. Key heads are repeated where there are fewer than ranks.
 - `sliding_window` and `softcap` arrive as keyword arguments of the interface and are honoured; attention sinks
   (`s_aux`) are refused. Layers that keep a state of another kind are found by `selftest`.
 - A caller may pass `kv_slots` instead of a layout: an object whose `attend` keeps keys and values (the local engine).
@@ -12,60 +17,19 @@ Notable:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from services.model.context import heads_to_rows, num_repeats, rows_to_heads
+from services.model.layout import PackedLayout
 from services.wire.errors import ConfigError
 
 IMPLEMENTATION = "counterpoint"
-
-
-@dataclass(frozen=True)
-class PackedLayout:
-    """Where the sequences of a packed row lie.
-
-    `buckets` holds, per group of similar lengths, `index [B, L]` into the row (padding points at the sequence's own
-    first token) and `flat [n]`, the positions in `[B * L]` that are real, with `rows [n]`, their places in the row.
-    """
-
-    lengths: tuple[int, ...]
-    position_ids: torch.Tensor  # [1, T], restarting at 0 for each sequence
-    buckets: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """T, the row's length."""
-        return self.position_ids.shape[1]
-
-    @staticmethod
-    def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
-        """Lay out sequences of these lengths, each at least 1, one after another."""
-        starts, total = [], 0
-        for length in lengths:
-            starts.append(total)
-            total += length
-        groups: dict[int, list[int]] = {}
-        for i, length in enumerate(lengths):
-            groups.setdefault((length - 1).bit_length(), []).append(i)
-        buckets = []
-        for _, members in sorted(groups.items()):
-            start_B = torch.tensor([starts[i] for i in members])
-            length_B = torch.tensor([lengths[i] for i in members])
-            offset_L = torch.arange(int(length_B.max()))
-            real_BL = offset_L[None, :] < length_B[:, None]
-            index_BL = start_B[:, None] + torch.where(real_BL, offset_L[None, :], 0)
-            flat = real_BL.flatten().nonzero().flatten()
-            rows = index_BL.flatten()[flat]
-            buckets.append((index_BL.to(device), flat.to(device), rows.to(device)))
-        positions = (
-            torch.cat([torch.arange(length) for length in lengths]) if lengths else torch.zeros(0, dtype=torch.long)
-        )
-        return PackedLayout(tuple(lengths), positions[None].to(device), tuple(buckets))
 
 
 class KeyValueStore(Protocol):
@@ -94,22 +58,49 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Block-causal attention of a packed row.
+    """Block-causal attention of a packed row, or of this rank's stretch of it.
 
     Args:
-        query: [1, H, T, D]
-        key: [1, Hkv, T, D]
-        value: [1, Hkv, T, D]
+        query: [1, H, T / C, D]
+        key: [1, Hkv, T / C, D]
+        value: [1, Hkv, T / C, Dv]
         layout: the sequences of the row.
         scaling: factor on the scores; None = 1/sqrt(D).
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: scores become softcap * tanh(scores / softcap).
 
     Returns:
-        [1, T, H, D]
+        [1, T / C, H, Dv]
+
+    Raises:
+        ConfigError: when the context ranks cannot share the heads.
     """
-    num_tokens, num_heads = query.shape[2], query.shape[1]
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    mesh = layout.mesh
+    if mesh.cp == 1:
+        return _whole_rows(query, key, value, layout, **options)
+    repeats = num_repeats(query.shape[1], key.shape[1], mesh.cp)
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    query, key, value = rows_to_heads(query, mesh), rows_to_heads(key, mesh), rows_to_heads(value, mesh)
+    return heads_to_rows(_whole_rows(query, key, value, layout, **options), mesh)
+
+
+def _whole_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of all rows of some heads, `[1, T, H, Dv]`."""
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and softcap is None:
+        return _varlen(q_THD, k_THD, v_THD, layout, scaling=scaling, sliding_window=sliding_window)[None]
+    num_tokens, num_heads = query.shape[2], query.shape[1]
     out = query.new_zeros(num_tokens, num_heads, value.shape[3])
     for index_BL, flat, rows in layout.buckets:
         q, k, v = (x[index_BL].transpose(1, 2) for x in (q_THD, k_THD, v_THD))  # [B, H, L, D]
@@ -117,6 +108,40 @@ def packed_attention(
         attended = attended.transpose(1, 2).reshape(-1, num_heads, value.shape[3])  # [B * L, H, D]
         out = out.index_copy(0, rows, attended[flat])
     return out[None]
+
+
+def _varlen(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    layout: PackedLayout,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Torch's fused kernel for packed sequences (CUDA, half precision), `[T, H, Dv]`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(*layout.lengths, layout.num_padding)
+    attended = varlen_attn(
+        q_THD.contiguous(),
+        k_THD.contiguous(),
+        v_THD.contiguous(),
+        layout.offsets,
+        layout.offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **_grouped(varlen_attn),
+    )
+    assert isinstance(attended, torch.Tensor)
+    return attended
+
+
+def _grouped(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
+    """Torch 2.11 takes fewer key heads as they come, later versions want to be told."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def causal_attention(
@@ -132,6 +157,9 @@ def causal_attention(
     length = q.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if window is None and softcap is None:
+        if q.is_cuda and q.dtype == torch.float32:  # grouped heads would keep every score for the backward pass
+            groups = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     offset = torch.arange(length, device=q.device)
     distance = offset[:, None] - offset[None, :]

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from services.model.attention import PackedLayout
-from services.model.load import head_features, packed_hidden
+from services.model.layout import PackedLayout
+from services.model.load import head_features, own_hidden, packed_hidden
 
 
 class ValueHead(nn.Module):
@@ -56,7 +56,7 @@ class ValueHead(nn.Module):
     def values_of(self, outputs: torch.Tensor) -> torch.Tensor:
         """From outputs `[..., K]` to values `[...]`; those of a classification head lie within its points."""
         if self.points is None:
-            return outputs[..., 0]
+            return outputs[..., 0].clone()  # FSDP wants no view
         values = outputs.softmax(-1) @ self.points
         return values.clamp(self.points[0], self.points[-1])  # a sum of probabilities may round to above 1
 
@@ -77,12 +77,18 @@ class Critic(nn.Module):
         self.head = ValueHead(head_features(language_model), init_std=head_init_std, seed=seed, points=points)
 
     def forward(self, token_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """Value after every position of a packed row `[T]`, `[T]` f32."""
-        return self.head(packed_hidden(self.backbone, token_ids, layout))
+        """Value after every position of this rank's stretch of a packed row `[T]`, `[T / C]` f32."""
+        return self.head.values_of(self.head.outputs(packed_hidden(self.backbone, token_ids, layout)))
 
     def outputs(self, token_ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """Head outputs `[T, K]` f32 at every position of a packed row `[T]`."""
+        """Head outputs `[T / C, K]` f32 at every position of this rank's stretch of a packed row `[T]`."""
         return self.head.outputs(packed_hidden(self.backbone, token_ids, layout))
+
+    def hidden(self, token_ids: torch.Tensor, layout: PackedLayout | None) -> torch.Tensor:
+        """Final hidden states `[T / C, D]`; without a layout those of one sequence by the model's own attention."""
+        backbone = self.backbone
+        hidden = own_hidden(backbone, token_ids) if layout is None else packed_hidden(backbone, token_ids, layout)
+        return hidden.clone()  # FSDP wants no view
 
 
 def values_before_tokens(output: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

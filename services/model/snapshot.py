@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from services.runtime.durable import rename_dir
 from services.wire.errors import ContractError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 TOKENIZER_FILES = (
@@ -38,8 +40,38 @@ def snapshot_dir(weights_dir: Path, version: int) -> Path:
     return weights_dir / f"v{version:06d}"
 
 
-def save_snapshot(model: PreTrainedModel, weights_dir: Path, version: int, *, tokenizer_from: Path) -> Path:
+def save_snapshot(
+    model: PreTrainedModel,
+    weights_dir: Path,
+    version: int,
+    *,
+    tokenizer_from: Path,
+    state: dict[str, torch.Tensor] | None = None,
+) -> Path:
     """Write version `version` and return its folder.
+
+    Args:
+        model: The architecture; may be on the meta device where `state` is given.
+        weights_dir: Where versions are kept.
+        version: Policy version.
+        tokenizer_from: Folder whose tokenizer files are copied.
+        state: All parameters by the model's names; None = the model's own.
+
+    Raises:
+        CannotWrite: when the disk does not take it; nothing is left under the final name.
+    """
+
+    def write(part: Path) -> None:
+        model.save_pretrained(part, state_dict=state)
+        for name in TOKENIZER_FILES:
+            if (tokenizer_from / name).is_file():
+                shutil.copyfile(tokenizer_from / name, part / name)
+
+    return write_snapshot(weights_dir, version, write)
+
+
+def write_snapshot(weights_dir: Path, version: int, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a folder, add the manifest and give it its final name.
 
     Raises:
         CannotWrite: when the disk does not take it; nothing is left under the final name.
@@ -48,10 +80,7 @@ def save_snapshot(model: PreTrainedModel, weights_dir: Path, version: int, *, to
     part = weights_dir / f".{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    model.save_pretrained(part)
-    for name in TOKENIZER_FILES:
-        if (tokenizer_from / name).is_file():
-            shutil.copyfile(tokenizer_from / name, part / name)
+    write(part)
     files = {path.name: _describe(path) for path in sorted(part.iterdir())}
     (part / MANIFEST).write_text(json.dumps({"version": version, "files": files}, indent=1))
     rename_dir(part, target)

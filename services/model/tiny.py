@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from services.config.tasks import Segment, examples
-from services.model.attention import IMPLEMENTATION, PackedLayout
+from services.model.attention import IMPLEMENTATION
+from services.model.layout import PackedLayout
 from services.model.load import packed_logits
 from services.runtime.durable import rename_dir
 

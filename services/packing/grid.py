@@ -87,7 +87,8 @@ def build_grid(
 
     Args:
         samples: In batch order, groups together; not changed, and not referenced by the result.
-        stream: "policy" takes log-probabilities, advantages and version spans; "critic" targets and old values.
+        stream: "policy" takes log-probabilities, advantages and version spans; "critic" targets, old values
+            and which samples' targets hold the critic's own value.
         seq_len: Tokens of a bin.
         num_data_ranks: Items to make.
         run_id: Identity of the run, for the header; so are the next four.
@@ -226,6 +227,8 @@ def _arrays(micro_batches: list[list[_Row]], stream: Stream) -> dict[str, np.nda
         if stream == "policy":
             columns["span_counts"].append(np.array([len(branch.version_spans)]))
             columns["spans"].append(np.array(branch.version_spans, dtype=np.int64).reshape(-1))
+        else:
+            columns["bootstrapped"].append(np.array([row.sample.bootstrapped]))
     columns["sample_counts"] = [np.array([len(members) for members in micro_batches])]
     columns["lengths"] = [np.array([row.sample.num_tokens for row in rows])]
     return {

@@ -4,34 +4,48 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import torch
 from loguru import logger
-from torch import nn
 
 from services.config.context import RunContext
 from services.config.schema import Config
-from services.model.selftest import check_packing
+from services.config.train import TrainModelConfig
+from services.model.backbone import Backbone
+from services.model.layout import PackedLayout
+from services.model.mesh import Mesh
+from services.model.selftest import Hidden, check_packing
+from services.runtime.commits import Commits
 from services.training.board import StatusBoard
+from services.training.checkpoint import load
 from services.training.control import ServerThread
 from services.training.group import CommandSource, Trainer, TrainGroup
+from services.training.parts import Part
 from services.training.ranks import Ranks
+from services.training.saver import Saver
 from services.transport.grid_receiver import GridReceiver
 from services.wire.errors import PreflightError
 from services.wire.grids import Stream
 
+SAME = 1e-6
+"""Ranks that share experts do their rows in another order: hidden states may differ by rounding."""
 
-def join_group(role: str, config: Config) -> tuple[Ranks, StatusBoard]:
-    """Join the torchrun group and make its status board, with every rank's pid on it."""
+
+def join_group(role: str, config: Config, layout: TrainModelConfig) -> tuple[Ranks, Mesh, StatusBoard]:
+    """Join the torchrun group in its layout and make its status board, with every rank's pid on it."""
     if config.deployment.device == "cpu":
         torch.set_num_threads(1)
-    ranks = Ranks.join(deadline_s=config.runtime.collective_deadline_s, device=config.deployment.device)
+    startup_deadline_s = config.runtime.startup_deadline_s  # rank 0 loads the model while the others wait for it
+    ranks = Ranks.join(deadline_s=startup_deadline_s, device=config.deployment.device)
+    mesh = Mesh.join(cp=layout.cp, ep=layout.ep, device=_local_device(config))
+    ranks.set_deadline(startup_deadline_s, mesh.groups)
     board = StatusBoard(role)
     board.progress(pids=[row[0] for row in ranks.gather_ints([os.getpid()])])
-    return ranks, board
+    return ranks, mesh, board
 
 
-def local_device(config: Config) -> torch.device:
+def _local_device(config: Config) -> torch.device:
     """Where this rank's model lives: the CPU, or the GPU of its local rank."""
     if config.deployment.device == "cpu":
         return torch.device("cpu")
@@ -40,25 +54,63 @@ def local_device(config: Config) -> torch.device:
     return device
 
 
-def check_model(backbone: nn.Module, vocab_size: int, ranks: Ranks, fingerprint: torch.Tensor) -> None:
-    """Packed equals alone on the real model, and every rank starts from the same numbers.
+def check_model(backbone: Backbone, hidden: Hidden, ranks: Ranks, *, head: torch.Tensor | None = None) -> None:
+    """Packed equals alone on the real model in its layout, and every rank has the same numbers.
+
+    Args:
+        backbone: The model.
+        hidden: Its hidden states by the module that was sharded around it.
+        ranks: The group.
+        head: A value head's whole weight.
 
     Raises:
         ConfigError: when the architecture cannot be packed.
         PreflightError: when the ranks' weights differ.
     """
-    worst = check_packing(backbone, vocab_size)
-    first = next(backbone.parameters())
-    sums = [float(fingerprint.double().sum()), float(first.double().sum()), float(first.double().square().sum())]
+    model, mesh = backbone.model, backbone.mesh
+    name, vocab_size = type(model).__name__, model.config.vocab_size
+    worst = check_packing(hidden, vocab_size, name=name, mesh=mesh, dtype=backbone.dtype)
+    row = torch.arange(1, 9, device=mesh.device) * 11 % vocab_size
+    with torch.no_grad():
+        states = hidden(row, PackedLayout.of([8], mesh.device)).double()
+    sums = [float(states.sum()), float(states.square().sum())]
     rows = ranks.gather_f64(sums)
-    if any(row != rows[0] for row in rows):
+    scale = max(abs(total) for row_ in rows for total in row_)
+    if any(abs(x - y) > SAME * scale for other in rows for x, y in zip(other, sums, strict=True)):
         raise PreflightError(f"ranks start from different weights: {rows}")
+    if head is not None:
+        heads = ranks.gather_f64([float(head.double().sum()), float(head.double().square().sum())])
+        if any(other != heads[0] for other in heads):
+            raise PreflightError(f"ranks start from different value heads: {heads}")
     logger.info("packed equals alone within {:.1e}; {} rank(s) start equal", worst, ranks.size)
+
+
+def resume(part: Part, board: StatusBoard, context: RunContext, *, seed: int) -> bool:
+    """Continue from the commit that the run starts from, if it does; every rank calls it, as the last thing it loads.
+
+    Args:
+        part: The role in its layout, as it starts without a commit.
+        board: Told how many steps are done.
+        context: Names the commit.
+        seed: The run's.
+
+    Returns:
+        Whether there was a commit.
+    """
+    if context.commit_dir is None:
+        return False
+    folder = Path(context.commit_dir)
+    step = int(folder.name.removeprefix("step_"))
+    with Commits(folder.parent).reading(step, verify=()) as commit:  # `load` hashes its share
+        state = load(commit.role(part.role), part, seed=seed)
+    board.progress(steps_done=state.steps_done, updates_done=state.num_updates)
+    return True
 
 
 def serve_group(
     trainer: Trainer,
     ranks: Ranks,
+    mesh: Mesh,
     board: StatusBoard,
     config: Config,
     context: RunContext,
@@ -67,25 +119,32 @@ def serve_group(
     grid_url: str,
     stop: threading.Event,
     server: ServerThread | None,
+    saver: Saver,
     source: CommandSource | None = None,
 ) -> None:
     """Receive grids and follow commands until `stop`; rank 0 also listens on HTTP."""
-    receiver = GridReceiver(
-        grid_url,
-        stream=stream,
-        run_id=context.run_id,
-        epoch=context.epoch,
-        data_rank=ranks.rank,
-        num_data_ranks=ranks.size,
-    )
+    ranks.set_deadline(config.runtime.collective_deadline_s, mesh.groups)
+    receiver = None
+    if mesh.cp_rank == 0:
+        receiver = GridReceiver(
+            grid_url,
+            stream=stream,
+            run_id=context.run_id,
+            epoch=context.epoch,
+            data_rank=mesh.data_rank,
+            num_data_ranks=mesh.num_data_ranks,
+            first_step=board.steps_done,
+        )
     group = TrainGroup(
         trainer,
         ranks,
+        mesh,
         receiver,
         board,
         runtime=config.runtime,
         stop=stop,
         ledger=context.run_dir / "logs" / f"ledger-{stream}.jsonl",
+        saver=saver,
         source=source,
     )
     if server is not None:
@@ -94,7 +153,8 @@ def serve_group(
     try:
         group.run()
     finally:
-        receiver.close()
+        if receiver is not None:
+            receiver.close()
         if server is not None:
             server.stop()
     ranks.close()

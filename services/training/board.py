@@ -6,9 +6,7 @@ import threading
 import time
 from typing import Any
 
-from services.wire.messages import TrainStatus
-
-ROWS_KEPT = 8
+from services.wire.messages import ROWS_KEPT, TrainStatus
 
 
 class StatusBoard:
@@ -45,7 +43,7 @@ class StatusBoard:
                 setattr(self._status, name, getattr(self._status, name) + amount)
 
     def add_row(self, step: int, row: dict[str, Any]) -> None:
-        """Keep the metrics row of a finished step; the oldest of more than eight goes."""
+        """Keep the metrics row of a finished step; the oldest of more than ROWS_KEPT goes."""
         with self._lock:
             rows = {**self._status.rows, str(step): row}
             self._status.rows = dict(sorted(rows.items(), key=lambda kv: int(kv[0]))[-ROWS_KEPT:])

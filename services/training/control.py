@@ -2,28 +2,34 @@
 
 Notable:
 - `/livez`: the event loop turns. `/readyz`: would accept work now. `/status`: state, step, who waits for what.
-- The server never touches the model: it reads the board and, for the critic, fills a queue.
+- The server never touches the model: it reads the board and fills queues of commands.
+- `/checkpoint` is answered when the role's part of the commit is whole: 200; 409 where the group is at another step,
+  507 where the disk does not take it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from urllib.parse import urlsplit
 
 import msgspec
 import uvicorn
 import uvloop
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from services.training.board import StatusBoard
+from services.training.saver import Saver
 from services.wire.errors import DependencyLost
+from services.wire.messages import CheckpointRequest
 
+MAX_COMMAND_BYTES = 4096
 GAUGES = ("steps_done", "updates_done", "num_forwards", "num_scored_tokens", "num_trained_tokens", "busy_s")
 
 
-def control_app(board: StatusBoard, *, title: str) -> FastAPI:
-    """The routes that policy trainer and value service share."""
+def control_app(board: StatusBoard, *, title: str, saver: Saver | None = None) -> FastAPI:
+    """The routes that policy trainer and value service share; without a saver there is nothing to save."""
     app = FastAPI(title=title, docs_url=None, redoc_url=None)
     registry = CollectorRegistry()
     gauges = {name: Gauge(f"counterpoint_{name}", name.replace("_", " "), registry=registry) for name in GAUGES}
@@ -49,7 +55,31 @@ def control_app(board: StatusBoard, *, title: str) -> FastAPI:
             gauge.set(getattr(snapshot, name))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
+    if saver is not None:
+        _add_checkpoint(app, saver)
     return app
+
+
+def _add_checkpoint(app: FastAPI, saver: Saver) -> None:
+    @app.post("/checkpoint", summary="Write this role's part of a commit")
+    async def checkpoint(request: Request) -> Response:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_COMMAND_BYTES:
+                return _json(413, {"error": f"body: larger than {MAX_COMMAND_BYTES} bytes"})
+        try:
+            wanted = msgspec.json.decode(body, type=CheckpointRequest)
+        except msgspec.ValidationError as error:
+            return _json(422, {"error": str(error)})
+        except msgspec.DecodeError:
+            return _json(400, {"error": "body: not valid JSON"})
+        answer = await asyncio.wrap_future(saver.submit(wanted.step))
+        return _json(answer.status, answer.body)
+
+
+def _json(status: int, body: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
 class ServerThread:

@@ -48,8 +48,8 @@ class Held:
         )
 
 
-def agree(step: int, item: GridItem | None, ranks: Ranks) -> list[Held]:
-    """What every rank holds, in rank order.
+def agree(step: int, item: GridItem | None, ranks: Ranks, *, cp: int = 1) -> list[Held]:
+    """What every rank holds, in rank order; `cp` ranks each hold the same item.
 
     Raises:
         PreflightError: on all ranks alike, when one received nothing or they hold different grids.
@@ -63,7 +63,7 @@ def agree(step: int, item: GridItem | None, ranks: Ranks) -> list[Held]:
         values = [getattr(other, name) for other in held]
         if len(set(values)) > 1:
             raise PreflightError(f"step {step}: ranks disagree about {name}: {values}")
-    wrong = [rank for rank, other in enumerate(held) if other.data_rank != rank]
+    wrong = [rank for rank, other in enumerate(held) if other.data_rank != rank // cp]
     if wrong:
         raise PreflightError(f"step {step}: rank(s) {wrong} received another rank's item")
     return held

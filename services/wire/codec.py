@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from services.wire.errors import CodecError
-from services.wire.grids import STREAM_ARRAYS, TOKEN_ARRAYS, GridHeader, GridItem
+from services.wire.grids import SAMPLE_ARRAYS, STREAM_ARRAYS, TOKEN_ARRAYS, GridHeader, GridItem
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -212,11 +212,14 @@ def _check_arrays(header: GridHeader, arrays: dict[str, np.ndarray]) -> None:
     for name, array in arrays.items():
         if name in TOKEN_ARRAYS and array.size != num_tokens:
             raise CodecError(f"{name} has {array.size} entries for {num_tokens} tokens")
+        if name in SAMPLE_ARRAYS and array.size != lengths.size:
+            raise CodecError(f"{name} has {array.size} entries for {lengths.size} samples")
         if array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
             raise CodecError(f"{name} holds a non-finite number")
     action_mask, loss_mask = arrays["action_mask"], arrays["loss_mask"]
-    if action_mask.size and int(action_mask.max()) > 1:
-        raise CodecError("action_mask holds something other than 0 and 1")
+    for name in ("action_mask", "bootstrapped"):
+        if name in arrays and int(arrays[name].max(initial=0)) > 1:
+            raise CodecError(f"{name} holds something other than 0 and 1")
     if bool((loss_mask > action_mask).any()):
         raise CodecError("loss_mask is true off the action mask")
     ends = np.cumsum(lengths, dtype=np.int64)  # [S] end of each sample in the item's tokens

@@ -13,6 +13,8 @@
     |   `-- PreflightError               ranks of one group disagree about the step
     |-- BadData                      70  too large a share of rollouts was invalid
     |-- NonFiniteError               70  a non-finite number where none may pass
+    |-- CommitError                  70  a commit that is asked for is not there, or cannot be read
+    |   `-- DamagedCommit                one of its files is missing or differs
     `-- CannotWrite                  73  a file cannot be written
 
 Notable:
@@ -98,6 +100,14 @@ class BadData(CounterpointError):
 
 class NonFiniteError(CounterpointError):
     """A non-finite number appeared where none may pass."""
+
+
+class CommitError(CounterpointError):
+    """A commit that was asked for is not there, or this version cannot read it."""
+
+
+class DamagedCommit(CommitError):
+    """A commit was made, but one of its files is missing or differs; the message begins with that file."""
 
 
 class CannotWrite(CounterpointError):

@@ -12,7 +12,7 @@ Notable:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -41,9 +41,12 @@ STREAM_ARRAYS: dict[Stream, dict[str, str]] = {
     | {
         "returns": "<f4",  # [T] value targets
         "old_values": "<f4",  # [T] values at scoring time
+        "bootstrapped": "|u1",  # [S] 1 where the targets hold the critic's own value
     },
 }
 TOKEN_ARRAYS = ("token_ids", "action_mask", "loss_mask", "logprobs", "advantages", "returns", "old_values")
+SAMPLE_ARRAYS = ("bootstrapped",)
+"""Besides those that say where a sample lies, its tokens and its spans."""
 
 
 class MiniBatch(msgspec.Struct, frozen=True):
@@ -105,11 +108,20 @@ class GridHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Views of one micro-batch; `arrays` holds the per-token arrays [T_m], `lengths` is [S_m]; a dummy has S_m = 0."""
+    """Views of one micro-batch; a dummy has S_m = 0.
+
+    Example: two samples of 4 and 3 tokens in the critic's stream: lengths [4, 3], arrays["returns"] of 7 entries,
+    sample_arrays {"bootstrapped": [0, 1]}, spans [].
+    """
 
     lengths: np.ndarray
+    """[S_m]"""
     arrays: dict[str, np.ndarray]
+    """the stream's TOKEN_ARRAYS, [T_m] each"""
     spans: list[list[tuple[int, int, int]]]
+    """version spans by sample; empty in the critic's stream"""
+    sample_arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    """the stream's SAMPLE_ARRAYS, [S_m] each"""
 
     @property
     def is_dummy(self) -> bool:
@@ -134,6 +146,7 @@ class GridItem:
         lengths = self.arrays["lengths"]
         sample = token = span = 0
         token_arrays = {name: self.arrays[name] for name in TOKEN_ARRAYS if name in self.arrays}
+        sample_arrays = {name: self.arrays[name] for name in SAMPLE_ARRAYS if name in self.arrays}
         for count in self.arrays["sample_counts"].tolist():
             own_lengths = lengths[sample : sample + count]
             num_tokens = int(own_lengths.sum())
@@ -147,6 +160,7 @@ class GridItem:
                 lengths=own_lengths,
                 arrays={name: array[token : token + num_tokens] for name, array in token_arrays.items()},
                 spans=spans,
+                sample_arrays={name: array[sample : sample + count] for name, array in sample_arrays.items()},
             )
             sample += count
             token += num_tokens

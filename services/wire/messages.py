@@ -7,9 +7,12 @@ Notable:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+ROWS_KEPT = 8
+"""Finished steps whose metrics rows a trainer's `/status` still carries."""
 
 
 class ScoreReply(msgspec.Struct, frozen=True):
@@ -20,13 +23,20 @@ class ScoreReply(msgspec.Struct, frozen=True):
     critic_step: int
 
 
+class CheckpointRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /checkpoint` to a train group; the reply names `step`, `role` and `num_bytes`, or an `error`."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    """finished steps of the run, as in `checkpoints/step_000012`"""
+
+
 class TrainStatus(msgspec.Struct):
     """`GET /status` of a train group."""
 
     role: str
     """"policy" or "critic" """
     state: str
-    """loading | idle | scoring | training | publishing | stopping"""
+    """loading | idle | scoring | training | publishing | saving | stopping"""
     steps_done: int
     """grids fully applied: the critic's `critic_step`, the policy's version"""
     updates_done: int

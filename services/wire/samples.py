@@ -121,6 +121,8 @@ class TrainingSample:
     """[T] f64, 0 off the action mask"""
     returns: np.ndarray | None = None
     """[T] f64 value targets, 0 off the action mask; None without a critic"""
+    bootstrapped: bool = False
+    """true where the targets hold the critic's own value at the cut: they train it, and say nothing about its fit"""
     policy_loss_mask: np.ndarray | None = field(default=None)
     """[T] bool: the loss mask after filters that act on the policy grid only; None means the branch's loss mask"""
     value_loss_mask: np.ndarray | None = field(default=None)

@@ -26,6 +26,7 @@ def golden_item(stream: Stream) -> GridItem:
         "advantages": [0, 0, 1.5, 1.5, 0, -0.75, -0.75],
         "returns": [0, 0, 1, 1, 0, 0.25, 0.25],
         "old_values": [0, 0, 0.5, 0.75, 0, -0.5, 0.125],
+        "bootstrapped": [0, 1],
         "span_counts": [2, 1],
         "spans": [2, 3, 11, 3, 4, 12, 1, 3, 12],
     }

@@ -16,9 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from policy_trainer.trainer import PolicyTrainer
-from services.config.train import OptimConfig, PolicyConfig, ValueConfig
+from services.config.train import OptimConfig, PolicyConfig, TrainModelConfig, ValueConfig
+from services.model.backbone import load_backbone
 from services.model.head import Critic
-from services.model.load import load_causal_lm
+from services.model.logprobs import PolicyModel
+from services.model.mesh import Mesh
+from services.model.shard import whole_tensor
 from services.packing.grid import build_grid
 from services.training.board import StatusBoard
 from services.training.preflight import agree
@@ -80,27 +83,43 @@ def grid(model_dir: str, stream, num_data_ranks: int, loss_name: str, constants:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all gradients by name."""
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Copies of all gradients by name, whole."""
+    return {name: whole_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mesh_of(ranks: Ranks) -> Mesh:
+    """All ranks as data ranks."""
+    return Mesh() if ranks.size == 1 else Mesh.join(cp=1, ep=1, device=torch.device("cpu"))
 
 
 def critic_gradient(model_dir: str, ranks: Ranks) -> dict[str, torch.Tensor]:
     """The critic's gradient in this group; the weights stay as they are."""
-    critic = Critic(load_causal_lm(model_dir), head_init_std=0.1, seed=1)
-    updater = Updater(critic, ranks, ValueConfig(optim=OptimConfig(lr=0.0, max_grad_norm=1e9)))
+    mesh = mesh_of(ranks)
+    backbone = load_backbone(model_dir, TrainModelConfig(), mesh)
+    critic = Critic(backbone.model, head_init_std=0.1, seed=1)
+    backbone.complete(critic, methods=("hidden", "outputs"), exact=(critic.head,))
+    updater = Updater(critic, ranks, mesh, ValueConfig(optim=OptimConfig(lr=0.0, max_grad_norm=1e9)))
     updater.train(grid(model_dir, "critic", ranks.size, "mse", {})[ranks.rank])
     return gradients(critic)
 
 
 def policy_gradient(model_dir: str, ranks: Ranks) -> dict[str, torch.Tensor]:
     """The policy's gradient in this group."""
-    model = load_causal_lm(model_dir)
-    config = PolicyConfig(optim=OptimConfig(lr=0.0, max_grad_norm=1e9))
+    backbone = load_backbone(model_dir, TrainModelConfig(), mesh_of(ranks))
+    policy = PolicyModel(backbone.model)
+    backbone.complete(policy, methods=("hidden", "both_logits"))
+    policy.probe()
     trainer = PolicyTrainer(
-        model, ranks, StatusBoard("policy"), config, weights_dir=Path("/nonexistent"), tokenizer_from=Path(model_dir)
+        policy,
+        backbone,
+        ranks,
+        StatusBoard("policy"),
+        PolicyConfig(optim=OptimConfig(lr=0.0, max_grad_norm=1e9)),
+        weights_dir=Path("/nonexistent"),
+        tokenizer_from=Path(model_dir),
     )
     trainer.train(grid(model_dir, "policy", ranks.size, "dis", {"eps_low": 0.3, "eps_high": 5.0})[ranks.rank])
-    return gradients(model)
+    return gradients(policy.language_model)
 
 
 def reference_gradients(model_dir: str) -> dict[str, dict[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from services.config.context import RunContext
 from services.config.schema import Config, to_toml
 from services.inference.client import EngineClient, Generation
-from services.model.attention import PackedLayout
+from services.model.layout import PackedLayout
 from services.model.load import load_causal_lm, packed_logits
 from services.model.tiny import EOS_ID
 from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost

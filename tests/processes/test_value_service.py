@@ -14,8 +14,8 @@ import torch
 
 from services.config.context import RunContext
 from services.config.schema import Config
-from services.model.attention import PackedLayout
 from services.model.head import Critic, values_before_tokens
+from services.model.layout import PackedLayout
 from services.model.load import load_causal_lm
 from services.packing.grid import build_grid
 from services.transport.grid_sender import GridSender

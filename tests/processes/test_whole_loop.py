@@ -29,7 +29,7 @@ def ppo(tmp_path_factory) -> Finished:
 
 @pytest.fixture(scope="module")
 def grpo(tmp_path_factory) -> Finished:
-    """GRPO: no value table."""
+    """GRPO: no value table; policy on one data rank of two context ranks."""
     return run_cli(tmp_path_factory.mktemp("grpo") / "run", GRPO)
 
 
@@ -57,6 +57,13 @@ def test_one_grid_item_per_rank_and_step_on_distinct_processes(name, policy_rank
         assert len(set(own.values())) == ranks
         pids += own.values()
     assert len(set(pids)) == len(pids)
+
+
+def test_context_ranks_of_a_data_rank_train_the_same_item(grpo: Finished) -> None:
+    ledger = read_lines(grpo.dir / "logs" / "ledger-policy.jsonl")
+    assert [(e["step"], e["rank"], e["data_rank"]) for e in ledger] == [(s, r, 0) for s in range(4) for r in range(2)]
+    items = [(one["item"], other["item"]) for one, other in zip(ledger[::2], ledger[1::2], strict=True)]
+    assert all(one == other for one, other in items) and len(set(items)) == 4
 
 
 def test_metrics_have_the_documented_names(sao: Finished) -> None:

@@ -31,13 +31,15 @@ SUPPORT_CONSTANTS = ("low", "high", "num_bins", "pad_bins")
 _MEANS = {
     "value/loss": "loss_sum",
     "value/bias": "error_sum",
+    "value/return_mean": "return_sum",
+    "value/bootstrapped_fraction": "bootstrapped",
     "value/clip_fraction": "clipped",
     "value/accuracy": "accurate",
     "value/entropy": "entropy_sum",
     "value/confidence": "confidence_sum",
     "value/target_oob_fraction": "out_of_range",
 }
-"""Metric to its sum over the loss tokens; absent where the loss does not report it."""
+"""Metric to its sum over the loss tokens; absent where neither the loss nor the updater reports it."""
 
 
 def support_of(name: str, constants: Mapping[str, float]) -> Support | None:

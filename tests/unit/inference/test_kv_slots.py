@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from services.inference.kv_slots import KVSlots
-from services.model.attention import PackedLayout, packed_attention
+from services.model.attention import packed_attention
+from services.model.layout import PackedLayout
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 

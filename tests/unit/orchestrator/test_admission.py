@@ -145,6 +145,17 @@ def test_no_bad_rollout_is_allowed_at_share_zero() -> None:
         outcomes_after("g" * 30 + "e", max_bad_fraction=0.0)
 
 
+def test_at_share_one_only_a_fruitless_wait_is_the_end() -> None:
+    outcomes = outcomes_after("en" * 200 + "e", max_bad_fraction=1.0)
+    outcomes.drop("group_too_small", 3)
+    with pytest.raises(BadData) as caught:
+        outcomes.fruitless(404, 720.0)
+    assert str(caught.value) == (
+        "no valid group among the last 404 rollouts, in 720 s or more (dropped: 201 env_error, 200 nonfinite_reward, "
+        "3 group_too_small); for example task 400"
+    )
+
+
 def test_stale_traces_never_count_as_bad() -> None:
     outcomes = outcomes_after("g")
     outcomes.drop("stale", 1000)

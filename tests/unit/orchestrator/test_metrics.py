@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orchestrator.algorithms.shaping import shape
 from orchestrator.metrics import JsonLines, Metrics, rollout_row, trace_row, versions_of
 from orchestrator.producer import Group, samples_of
+from services.config.orchestrator import RewardConfig
 from services.wire.samples import StopReason
 from tests.rollouts import make_trace
 
@@ -48,6 +50,20 @@ def test_staleness_is_measured_from_the_oldest_token() -> None:
     assert row["rollout/staleness"] == 1.0 and row["rollout/staleness_max"] == 2.0
     assert row["rollout/mixed_version_traces"] == 1.0
     assert versions_of(traces[1]) == {2, 4}
+
+
+def test_the_shaped_mean_is_over_traces_and_the_other_means_stay_the_environments() -> None:
+    """Rewards 1 and 0, shaped by 2 r - 0.5 into 1.5 and -0.5; the trace with two branches counts once."""
+    traces = [make_trace(reward=1.0, trace_id="0/0"), make_trace(reward=0.0, trace_id="0/1")]
+    traces[0].branches.append(make_trace().branches[0])
+    config = RewardConfig(scale=2.0, offset=-0.5)
+    group = Group(traces, [sample for trace in traces for sample in shape(samples_of(trace), trace, config)])
+    row = rollout_row(traces, [group], 0)
+    assert row["reward/mean"] == row["reward/mean_admitted"] == row["reward/shaped_mean"] == 0.5
+    row = rollout_row(traces, [Group(traces[:1], group.samples[:2])], 0)
+    assert (row["reward/mean_admitted"], row["reward/shaped_mean"]) == (1.0, 1.5)
+    written = trace_row(0, traces[0], group.samples[0])
+    assert (written["reward"], written["shaped_reward"]) == (1.0, 1.5)
 
 
 def test_stop_reasons_are_counted_apart() -> None:

@@ -173,6 +173,23 @@ async def test_whatever_an_environment_does_wrong_is_the_traces_own_failure(
         await play(task_of(episode), ScriptedEngine([5, EOS], [6, EOS], [7, EOS]), threads)
 
 
+@pytest.mark.parametrize("token_id", [260, 261])
+@pytest.mark.parametrize("where", ["prompt", "observation"])
+async def test_an_id_beyond_the_vocabulary_is_the_traces_own_failure(
+    where: str, token_id: int, threads: Threads
+) -> None:
+    """The engine and the value service would refuse it, and with it the run. 260 is the last of 261 ids."""
+    prompt = [*PROMPT, token_id] if where == "prompt" else PROMPT
+    observation = [token_id] if where == "observation" else [20]
+    task = task_of(ScriptedEpisode(prompt, [Reply(observation_ids=observation), RIGHT]))
+    engine, sampling = ScriptedEngine([5, EOS], [6, EOS]), Sampling(1.0, 7, 10.0, max_token_id=260)
+    if token_id == 260:
+        assert token_id in (await roll_out(task, 0, engine, sampling, threads)).branches[0].token_ids
+    else:
+        with pytest.raises(EnvironmentFailed, match=r"no token ids: \d+ to 261, not within 0 to 260"):
+            await roll_out(task, 0, engine, sampling, threads)
+
+
 async def test_a_failing_cut_is_the_traces_own_failure(threads: Threads) -> None:
     with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
         episode = ScriptedEpisode(PROMPT, [], cut_value=lambda: 1 / 0)

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from policy_trainer.trainer import PolicyTrainer
 from services.config.train import PolicyConfig
 from services.packing.grid import build_grid
-from services.training.board import StatusBoard
-from services.training.ranks import Ranks
 from services.wire.errors import ContractError
 from services.wire.grids import GridItem
 from services.wire.samples import TrainingSample
+from tests import trainers
 from tests.architectures import VOCABULARY, build, own_attention
 from tests.samples import make_sample
 
@@ -74,9 +73,7 @@ def items(rows: list[TrainingSample], *, num_ranks: int = 1, seq_len: int = 32, 
 
 def trainer_of(model: PreTrainedModel, lr: float = 0.0, **settings: Any) -> PolicyTrainer:
     config = PolicyConfig.model_validate({"optim": {"lr": lr, "max_grad_norm": 1e9}} | settings)
-    return PolicyTrainer(
-        model, Ranks(), StatusBoard("policy"), config, weights_dir=Path("none"), tokenizer_from=Path("none")
-    )
+    return trainers.trainer_of(model, config)
 
 
 def perturb(model: PreTrainedModel) -> None:

@@ -15,10 +15,10 @@ from services.model.snapshot import verify_snapshot
 from services.model.tiny import byte_tokenizer
 from services.packing.grid import build_grid
 from services.training.board import StatusBoard
-from services.training.ranks import Ranks
 from services.wire.errors import ContractError
 from services.wire.grids import GridItem
 from services.wire.samples import TrainingSample, VersionSpan
+from tests import trainers
 from tests.architectures import VOCABULARY, build, own_attention
 from tests.samples import make_sample
 
@@ -39,7 +39,7 @@ def model(folder: Path) -> PreTrainedModel:
 def trainer_of(model: PreTrainedModel, folder: Path, board: StatusBoard | None = None, **settings) -> PolicyTrainer:
     config = PolicyConfig.model_validate({"optim": {"lr": 1e-3}} | settings)
     board = board or StatusBoard("policy")
-    return PolicyTrainer(model, Ranks(), board, config, weights_dir=folder / "weights", tokenizer_from=folder)
+    return trainers.trainer_of(model, config, folder=folder, board=board)
 
 
 def samples(model: PreTrainedModel, folder: Path, *, temperature: float, version: int = 4) -> list[TrainingSample]:

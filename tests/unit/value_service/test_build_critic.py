@@ -1,4 +1,4 @@
-"""From `[value.loss]` to a head: what the critic outputs, what its grid's header says, and that the two fit."""
+"""The critic that the value service builds from a run directory, with and without `value.init_from`."""
 
 from __future__ import annotations
 
@@ -7,55 +7,44 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.config.context import RunContext
-from services.config.schema import Config
-from services.model.attention import PackedLayout
-from tests.architectures import config_dir, sequences
-from value_service.losses import ValueLoss
+from services.config.context import load_run
+from services.model.mesh import Mesh
+from services.wire.errors import ConfigError
+from tests.exports import base_of, commit, critic_of, make_run, state_of
 from value_service.main import build_critic
 
 
-def config_of(folder: Path, loss: dict) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": f"dummy:{folder}"},
-            "algorithm": {"type": "sao"},
-            "env": [{"type": "add"}],
-            "value": {"loss": loss},
-        }
-    )
+def test_a_run_continues_another_run_s_critic(tmp_path: Path) -> None:
+    """Scenario: a run commits, its critic is exported, another run starts from it. Result: the same critic."""
+    from services.model.load import load_causal_lm
+    from services.training.export_run import export_commit
 
-
-@pytest.mark.parametrize(
-    ("loss", "num_outputs", "value"),
-    [
-        ({"type": "mse"}, 1, 0.0),
-        ({"type": "two_hot", "bins": 11, "pad": 0}, 11, 0.5),
-        ({"type": "hl_gauss", "range": [-1.0, 3.0]}, 57, 1.0),
-    ],
-)
-def test_the_head_fits_the_header_and_starts_in_the_middle_of_its_range(
-    loss: dict, num_outputs: int, value: float, tmp_path: Path
-) -> None:
-    config = config_of(config_dir(tmp_path, "llama"), loss)
-    assert config.value is not None
-    url = "http://127.0.0.1:1"
-    context = RunContext(
-        run_id="run",
-        epoch=1,
-        dir=str(tmp_path),
-        model_dir=str(tmp_path),
-        model_init="random",
-        inference_urls=[url],
-        policy_url=url,
-        orchestrator_url=url,
-        policy_grid_url=url,
-    )
-    critic, _ = build_critic(config, context)
-    assert critic.head.weight.shape == (num_outputs, 32)
-    header_loss = ValueLoss(config.value.loss.type, config.value.loss.loss_constants(), critic.head.points)
-    if header_loss.support is not None:
-        assert header_loss.value_range == tuple(loss.get("range", [0.0, 1.0]))
+    base, trained = base_of(tmp_path / "base", "llama"), critic_of(tmp_path / "base")
     with torch.no_grad():
-        values = critic(sequences(6)[0], PackedLayout.of([6]))
-    assert values.tolist() == pytest.approx([value] * 6, abs=1e-6)
+        for parameter in trained.parameters():
+            parameter.mul_(1.5)
+    make_run(tmp_path / "first", base)
+    commit(tmp_path / "first", 5, policy=load_causal_lm(base), critic=trained)
+    folder = export_commit(tmp_path / "first", "critic", 5, tmp_path / "critic")
+    make_run(tmp_path / "second", base, ("value.init_from", str(folder)))
+    _, critic = build_critic(*load_run(tmp_path / "second"), Mesh())
+    before, after = state_of(trained), state_of(critic)
+    assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
+    make_run(tmp_path / "third", base)
+    _, fresh = build_critic(*load_run(tmp_path / "third"), Mesh())
+    assert not fresh.head.weight.any() and not torch.equal(
+        state_of(fresh)["backbone.norm.weight"], before["backbone.norm.weight"]
+    )
+
+
+def test_a_folder_that_changed_after_the_plan_is_refused_at_start(tmp_path: Path) -> None:
+    from tests.exports import write_critic
+
+    base = base_of(tmp_path / "base", "llama")
+    folder = write_critic(critic_of(base), base, tmp_path / "critic")
+    make_run(tmp_path / "run", base, ("value.init_from", str(folder)))
+    write_critic(critic_of(base, points=None), base, tmp_path / "other")
+    folder.rename(tmp_path / "gone")
+    (tmp_path / "other").rename(folder)
+    with pytest.raises(ConfigError, match=r"has a head for a scalar, value\.loss wants 5 bins"):
+        build_critic(*load_run(tmp_path / "run"), Mesh())

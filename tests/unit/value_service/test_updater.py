@@ -8,14 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from services.config.train import ValueConfig
-from services.model.attention import PackedLayout
 from services.model.head import Critic, values_before_tokens
+from services.model.layout import PackedLayout
 from services.packing.grid import build_grid
-from services.training.ranks import Ranks
 from services.wire.codec import digest_arrays
 from services.wire.errors import ContractError
 from services.wire.grids import GridItem
 from services.wire.samples import TrainingSample
+from tests import trainers
 from tests.architectures import VOCABULARY, build
 from tests.samples import make_sample
 from value_service.losses.support import Support
@@ -37,7 +37,7 @@ def critic_of(model: PreTrainedModel, init_std: float = 0.1, support: Support | 
 
 def updater_of(critic: Critic, **settings) -> Updater:
     config = {"optim": {"lr": 1e-2}, "updates_per_batch": 2} | settings
-    return Updater(critic, Ranks(), ValueConfig.model_validate(config))
+    return trainers.updater_of(critic, ValueConfig.model_validate(config))
 
 
 def samples() -> list[TrainingSample]:
@@ -144,6 +144,53 @@ def test_the_fit_at_scoring_is_that_of_the_values_that_were_sent(model: PreTrain
         sample.values = np.where(sample.branch.action_mask, 0.5 * sample.returns, 7.0)
     row = updater_of(critic_of(model)).train(grid(rows))
     assert row["value/explained_variance_at_scoring"] == pytest.approx(0.75)
+
+
+def fits_of(row: dict) -> dict:
+    """Everything that compares values with targets as measures of the critic."""
+    return {k: v for k, v in row.items() if "explained_variance" in k or "calibration" in k or k == "value/brier"}
+
+
+def test_a_target_that_holds_the_critic_s_own_value_trains_and_counts_in_no_measure_of_fit(
+    model: PreTrainedModel,
+) -> None:
+    """Scenario: a zero head, targets 1 (three tokens) and 0 (six), a cut trace of three tokens with target 2.
+
+    By hand: half squares sum to 3 * 0.5 without the cut trace and to 3 * 0.5 + 3 * 2 with it, over 9 and 12 tokens.
+    At scoring, values of half the target leave a quarter of the variance; the cut trace, all wrong, would change that.
+    The gradient of the head's bias is the mean error.
+    """
+    rows, cut = samples(), make_sample([1, 1, 1], values=[9.0, -9.0, 9.0], trace_id="t2")
+    for sample in rows:
+        sample.values = 0.5 * np.asarray(sample.returns)
+    cut.returns, cut.bootstrapped = np.where(cut.branch.action_mask, 2.0, 0.0), True
+    optim = {"lr": 0.0, "max_grad_norm": 1e9}
+    without = updater_of(critic_of(model, 0.0), optim=optim).train(grid(rows))
+    critic = critic_of(model, 0.0)
+    row = updater_of(critic, optim=optim).train(grid([rows[0], cut, rows[1]]))
+    assert fits_of(row) == fits_of(without) and len(fits_of(row)) > 5
+    assert row["value/explained_variance_at_scoring"] == pytest.approx(0.75)
+    assert row["value/explained_variance"] == 0.0 and row["value/ev_undefined"] == 0.0
+    assert without["value/loss"] == pytest.approx(1.5 / 9) and row["value/loss"] == pytest.approx(7.5 / 12)
+    assert row["value/return_mean"] == pytest.approx(9 / 12) and row["value/bias"] == pytest.approx(-9 / 12)
+    assert row["value/bootstrapped_fraction"] == pytest.approx(3 / 12) and row["value/loss_tokens"] == 12
+    assert without["value/bootstrapped_fraction"] == 0.0
+    assert critic.head.bias.grad is not None and float(critic.head.bias.grad) == pytest.approx(-9 / 12)
+
+
+def test_where_all_targets_hold_the_critic_s_own_value_the_fit_is_undefined_and_the_step_is_taken(
+    model: PreTrainedModel,
+) -> None:
+    rows = samples()
+    for sample in rows:
+        sample.bootstrapped = True
+    critic = critic_of(model)
+    before = weights(critic)
+    row = updater_of(critic).train(grid(rows))
+    assert {k: v for k, v in fits_of(row).items() if v is not None} == {} and row["value/ev_undefined"] == 1.0
+    assert row["value/explained_variance"] is None and row["value/explained_variance_by_trace"] is None
+    assert row["value/bootstrapped_fraction"] == 1.0 and row["value/loss"] > 0
+    assert moved(before, critic) and row["value/updates"] == 2
 
 
 def test_values_do_not_depend_on_the_sampling_temperature(model: PreTrainedModel) -> None:

@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from orchestrator.algorithms.credit import assign_credit, bootstrap_value, credit_metrics, token_rewards
+from orchestrator.algorithms.credit import assign_credit, assign_gae, bootstrap_value, credit_metrics, token_rewards
+from orchestrator.algorithms.gae import skip_observation_gae
+from services.config.algorithm import PpoConfig
 from services.wire.errors import ContractError, NonFiniteError
 from services.wire.samples import StopReason
 from tests.samples import make_sample
@@ -70,6 +72,15 @@ def test_a_non_finite_reward_is_refused_with_its_trace(bad):
 def test_only_a_cut_trace_bootstraps_and_only_where_configured(stop_reason, truncation, expected):
     sample = make_sample([1], stop_reason=stop_reason, bootstrap_value=0.5)
     assert bootstrap_value(sample, truncation) == expected
+    assert credit(make_sample([1], values=[0.0], stop_reason=stop_reason), truncation=truncation).bootstrapped == (
+        expected > 0
+    )
+
+
+def test_a_sample_that_is_credited_again_forgets_an_earlier_bootstrap():
+    sample = make_sample([1], values=[0.0], stop_reason=StopReason.TRUNCATED_TURNS)
+    assert credit(sample, truncation="bootstrap").bootstrapped
+    assert not credit(sample, truncation="terminal").bootstrapped
 
 
 def test_a_cut_trace_is_worth_its_reward_or_the_critic_s_word():
@@ -123,6 +134,20 @@ def test_credit_leaves_everything_but_advantages_and_returns():
     credit(sample)
     assert before == [array.tobytes() for array in kept]
     assert sample.policy_loss_mask is None
+
+
+@pytest.mark.parametrize("value_lambda", [1.0, 0.5])
+def test_a_batch_is_credited_as_each_sample_alone(value_lambda):
+    """To the bit, in one array whose rows no two samples share."""
+    samples = [make_sample([1] * n + [0, 1], values=np.linspace(-1, 1, n + 2), trace_id=f"t{n}") for n in (3, 1, 70)]
+    metrics = assign_gae(samples, PpoConfig(type="ppo", gamma=0.9, lam=0.5, value_lambda=value_lambda), lambda _: 0.5)
+    assert metrics["credit/lambda_mean"] == 0.5
+    for sample in samples:
+        values, mask = sample.values, sample.branch.action_mask
+        advantages, _ = skip_observation_gae(values, mask, token_rewards(sample), gamma=0.9, lam=0.5)
+        _, returns = skip_observation_gae(values, mask, token_rewards(sample), gamma=0.9, lam=value_lambda)
+        assert sample.advantages.tobytes() == advantages.tobytes() and sample.returns.tobytes() == returns.tobytes()
+    assert assign_gae([], PpoConfig(type="ppo"), lambda _: 0.5) == {}
 
 
 def test_metrics_count_tokens_and_samples():

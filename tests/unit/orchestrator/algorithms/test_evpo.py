@@ -134,3 +134,15 @@ def test_credit_is_one_of_the_two_baselines(pairs):
     rewards, values = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True))
     expected = rewards - values if metrics["evpo/critic_fraction"] else rewards - rewards.mean()
     np.testing.assert_allclose(firsts(samples), expected, atol=1e-12)
+
+
+def test_a_return_that_holds_the_critic_s_own_value_does_not_speak_for_the_critic():
+    """Two ended traces that the critic has the wrong way round, and two cut ones whose returns are its own values."""
+    ended = group([1.0, 0.0], [0.1, 0.9])
+    cut = group([0.0, 0.0], [5.0, -5.0], group_id="cut")
+    for sample, own in zip(cut, (5.0, -5.0), strict=True):
+        sample.stop_reason, sample.bootstrap_value = StopReason.TRUNCATED_LENGTH, own
+    algorithm = evpo(scope="batch", truncation="bootstrap")
+    assert algorithm.credit([ended, cut])["evpo/critic_fraction"] == 0.0
+    assert [sample.bootstrapped for sample in (*ended, *cut)] == [False, False, True, True]
+    assert explained_variance_of(ended, [sample.returns for sample in ended]) < 0

@@ -50,6 +50,19 @@ def test_prompts_that_are_sometimes_solved_weigh_most():
     assert sampling_weight(0.0) == sampling_weight(1.0) == pytest.approx(0.05)
 
 
+def test_weights_follow_the_trackers_and_never_leave_what_can_be_drawn_by():
+    """Before, after one reward of 1 without forgetting's help, and for a prompt nobody has seen."""
+    algorithm = spo()
+    weight = algorithm.prompt_weight()
+    assert weight("p") == pytest.approx(0.55)
+    algorithm.credit([[trace(1.0)]])
+    value = (0.96 * 4 + 1) / (0.96 * 8 + 1)
+    assert weight("p") == pytest.approx(np.sqrt(value * (1 - value)) + 0.05) and weight("q") == pytest.approx(0.55)
+    for _ in range(300):
+        algorithm.credit([[trace(1.0)]])
+    assert 0.05 < weight("p") < 0.06
+
+
 def test_a_new_prompt_starts_at_one_half():
     assert spo().tracker("p").value == 0.5
 

@@ -58,6 +58,14 @@ def test_the_tokenizer_is_byte_level_with_261_ids(tokenizer: Tokenizer):
     assert len(tokenizer.encode("3+4=")) == 4
 
 
+def test_the_greatest_id_is_not_the_number_of_ids_where_there_are_holes(tokenizer: Tokenizer, tmp_path: Path):
+    assert tokenizer.max_token_id == 260
+    FastTokenizer(models.WordLevel(vocab={"a": 0, "<|end|>": 7})).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    sparse = Tokenizer(tmp_path)
+    assert (sparse.vocab_size, sparse.max_token_id) == (2, 7)
+
+
 @settings(max_examples=50, deadline=None)
 @given(text=st.text())
 def test_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str):

@@ -37,7 +37,7 @@ def test_help_answers_in_under_half_a_second():
     assert best < HELP_LIMIT_S
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "report", "make-tiny"])
+@pytest.mark.parametrize("command", ["run", "plan", "report", "export", "make-tiny"])
 def test_every_command_explains_itself(command):
     done = counterpoint(command, "--help")
     assert done.returncode == 0
@@ -110,6 +110,7 @@ def test_configuration_errors_are_78_and_leave_nothing_behind(tmp_path):
     [
         "orchestrator.main",
         "services.launch.cli",
+        "services.launch.export",
         "services.launch.supervisor",
         "services.launch.show_plan",
         "services.inference.client",

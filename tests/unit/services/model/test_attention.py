@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from services.model.attention import IMPLEMENTATION, PackedLayout
+from services.model.attention import IMPLEMENTATION
+from services.model.layout import PackedLayout
 from services.model.load import packed_hidden, packed_logits
 from tests.architectures import PACKABLE, WINDOW, build, own_attention, sequences
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.model.attention import PackedLayout
 from services.model.head import Critic, ValueHead, values_before_tokens
+from services.model.layout import PackedLayout
 from services.model.load import head_features
 from tests.architectures import build, sequences
 

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from services.model.attention import PackedLayout
+from services.model.layout import PackedLayout
 from services.model.load import packed_logits
-from services.model.logprobs import PolicyHead
 from tests.architectures import PACKABLE, VOCABULARY, build, own_attention, sequences
+from tests.trainers import policy_of
 
 POSITIONS = torch.tensor([1, 3, 4, 6, 7, 8, 10])  # of sequences of 5 and 6 tokens
 TEMPERATURE = 0.7
@@ -46,7 +46,7 @@ def test_any_chunk_gives_the_numbers_and_gradients_of_the_plain_form(name: str, 
     model, tolerance = build(tmp_path, name), 1e-5
     if "moe" not in name:  # the experts' grouped product knows no f64
         model, tolerance = model.double(), 1e-10
-    head = PolicyHead(model, chunk_elements=chunk * VOCABULARY)
+    head = policy_of(model, chunk_elements=chunk * VOCABULARY)
     assert head.is_chunked
     expected = plain(model)
     found = head(*row(), POSITIONS, temperature=TEMPERATURE, entropy_gradient=True)
@@ -63,7 +63,7 @@ def test_in_f32_the_numbers_are_those_of_the_architecture_s_own_attention(name: 
     """Each sequence alone, through the whole model: soft cap (gemma2) and scale (granite) included."""
     model = build(tmp_path, name)
     twin = own_attention(model, tmp_path)
-    logprobs, entropies = PolicyHead(model, chunk_elements=2 * VOCABULARY)(*row(), POSITIONS, temperature=TEMPERATURE)
+    logprobs, entropies = policy_of(model, chunk_elements=2 * VOCABULARY)(*row(), POSITIONS, temperature=TEMPERATURE)
     rows = []
     with torch.no_grad():
         for ids in sequences(5, 6):
@@ -75,14 +75,14 @@ def test_in_f32_the_numbers_are_those_of_the_architecture_s_own_attention(name: 
 
 
 def test_entropy_carries_a_gradient_only_where_asked(tmp_path: Path) -> None:
-    head = PolicyHead(build(tmp_path, "llama"), chunk_elements=2 * VOCABULARY)
+    head = policy_of(build(tmp_path, "llama"), chunk_elements=2 * VOCABULARY)
     assert not head(*row(), POSITIONS, temperature=1.0)[1].requires_grad
     assert head(*row(), POSITIONS, temperature=1.0, entropy_gradient=True)[1].requires_grad
 
 
 def test_without_gradients_the_numbers_are_the_same_ones(tmp_path: Path) -> None:
     """As for a reference policy and for recomputed old log-probabilities, whose ratio must be exactly 1."""
-    head = PolicyHead(build(tmp_path, "llama"), chunk_elements=2 * VOCABULARY)
+    head = policy_of(build(tmp_path, "llama"), chunk_elements=2 * VOCABULARY)
     with torch.no_grad():
         still = head(*row(), POSITIONS, temperature=TEMPERATURE)[0]
     moving = head(*row(), POSITIONS, temperature=TEMPERATURE)[0]
@@ -112,7 +112,7 @@ class LargestLive(TorchDispatchMode):
 
 
 def most_live(model: PreTrainedModel, chunk: int) -> int:
-    head = PolicyHead(model, chunk_elements=chunk * VOCABULARY)
+    head = policy_of(model, chunk_elements=chunk * VOCABULARY)
     (ids,) = sequences(64)
     with LargestLive(model) as live:
         logprobs, _ = head(ids, PackedLayout.of([64]), torch.arange(1, 64), temperature=1.0)
@@ -129,7 +129,7 @@ def test_no_tensor_of_all_positions_by_the_vocabulary_lives(tmp_path: Path) -> N
 def test_the_model_itself_is_not_changed_and_weights_are_shared(tmp_path: Path) -> None:
     model = build(tmp_path, "gemma2")
     backbone, before = model.base_model, copy.deepcopy(model.state_dict())
-    head = PolicyHead(model, chunk_elements=VOCABULARY)
+    head = policy_of(model, chunk_elements=VOCABULARY)
     first = head(*row(), POSITIONS, temperature=1.0)[0]
     assert model.base_model is backbone and model.state_dict().keys() == before.keys()
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_an_architecture_that_looks_at_more_than_hidden_states_goes_the_plain_wa
 
     for kind in (Biased, Demanding):
         model.__class__ = kind
-        head = PolicyHead(model, chunk_elements=VOCABULARY)
+        head = policy_of(model, chunk_elements=VOCABULARY)
         assert not head.is_chunked
         found = head(*row(), POSITIONS, temperature=TEMPERATURE)
         torch.testing.assert_close(found, plain(model), atol=1e-5, rtol=0)

@@ -14,18 +14,19 @@ from services.model.load import load_causal_lm
 from services.model.selftest import check_packing
 from services.wire.errors import ConfigError
 from tests.architectures import LEAKY, PACKABLE, VOCABULARY, build, config_dir
+from tests.trainers import hidden_of
 
 
 @pytest.mark.parametrize("name", PACKABLE)
 def test_what_can_be_packed_passes_with_room_to_spare(name: str, tmp_path: Path) -> None:
-    assert check_packing(build(tmp_path, name).base_model, VOCABULARY) < 1e-5
+    assert check_packing(hidden_of(build(tmp_path, name)), VOCABULARY, name=name) < 1e-5
 
 
 @pytest.mark.parametrize("name", LEAKY)
 def test_layers_that_cannot_be_packed_are_a_configuration_error(name: str, tmp_path: Path) -> None:
     model = load_causal_lm(config_dir(tmp_path, name), init="random", seed=1)
     with pytest.raises(ConfigError, match=r"model\.path: .*(cannot be packed|not supported)") as caught:
-        check_packing(model.base_model, VOCABULARY)
+        check_packing(hidden_of(model), VOCABULARY, name="it")
     assert caught.value.exit_code == 78
 
 
@@ -41,7 +42,7 @@ def test_a_model_whose_attention_was_swapped_is_refused(tmp_path: Path) -> None:
     model = build(tmp_path, "llama")
     model.config._attn_implementation = "one_sequence"
     with pytest.raises(ConfigError, match="cannot be packed"):
-        check_packing(model.base_model, VOCABULARY)
+        check_packing(hidden_of(model), VOCABULARY, name="it")
 
 
 def test_a_single_leaking_layer_is_found(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_a_single_leaking_layer_is_found(tmp_path: Path) -> None:
     forward: Callable[[torch.Tensor], torch.Tensor] = layer.forward
     layer.forward = lambda x: forward(x + 0.01 * x.roll(1, dims=1))
     with pytest.raises(ConfigError, match="packed and alone"):
-        check_packing(model.base_model, VOCABULARY)
+        check_packing(hidden_of(model), VOCABULARY, name="it")
 
 
 def test_a_model_that_gives_nan_is_refused(tmp_path: Path) -> None:
@@ -59,14 +60,14 @@ def test_a_model_that_gives_nan_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.base_model.norm.weight[0] = float("nan")
     with pytest.raises(ConfigError):
-        check_packing(model.base_model, VOCABULARY)
+        check_packing(hidden_of(model), VOCABULARY, name="it")
 
 
 def test_the_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = build(tmp_path, "gemma3")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     implementation, state = model.config._attn_implementation, torch.get_rng_state()
-    check_packing(model.base_model, VOCABULARY)
+    check_packing(hidden_of(model), VOCABULARY, name="it")
     assert model.config._attn_implementation == implementation
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

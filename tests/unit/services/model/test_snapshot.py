@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.model.attention import PackedLayout
+from services.model.layout import PackedLayout
 from services.model.load import load_causal_lm, packed_logits
 from services.model.snapshot import MANIFEST, save_snapshot, snapshot_dir, verify_snapshot
 from services.model.tiny import byte_tokenizer

@@ -12,6 +12,7 @@ from services.config.tasks import TASK_ARGS
 from services.model.load import load_causal_lm
 from services.model.selftest import check_packing
 from services.model.tiny import EOS_ID, WARM_STARTS, WarmStart, byte_tokenizer, make_tiny, tiny_config
+from tests.trainers import hidden_of
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def test_the_folder_is_an_ordinary_one_and_its_model_can_be_packed(tmp_path: Pat
     plain, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert 0.42e6 < sum(parameter.numel() for parameter in plain.parameters()) < 0.44e6
     assert tokenizer.eos_token_id == EOS_ID == plain.config.eos_token_id
-    assert check_packing(load_causal_lm(folder).base_model, plain.config.vocab_size) < 1e-5
+    assert check_packing(hidden_of(load_causal_lm(folder)), plain.config.vocab_size, name="tiny") < 1e-5
 
 
 @pytest.mark.parametrize("text", ["3+4=", "grüß dich 🙂", "", "a\n\tb", "<|end|>"])

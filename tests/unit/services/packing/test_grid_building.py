@@ -110,6 +110,21 @@ def test_both_streams_carry_the_same_loss_tokens_in_their_own_layouts():
     assert sum(int(item.arrays["loss_mask"].sum()) for item in critic) == loss_tokens(samples)
 
 
+def test_the_critic_grid_says_which_samples_hold_the_critic_s_own_value():
+    """In the order the samples were packed in, whatever that is; the policy's grid has no such array."""
+    samples = batch(5)
+    for sample, cut in zip(samples, [True, False, True, False, False], strict=True):
+        sample.bootstrapped = cut
+    expected = {tuple(sample.branch.token_ids.tolist()): int(sample.bootstrapped) for sample in samples}
+    found = {}
+    for item in build(samples, "critic"):
+        starts = np.cumsum(item.arrays["lengths"]) - item.arrays["lengths"]
+        for start, length, flag in zip(starts, item.arrays["lengths"], item.arrays["bootstrapped"], strict=True):
+            found[tuple(item.arrays["token_ids"][start : start + length].tolist())] = int(flag)
+    assert found == expected
+    assert "bootstrapped" not in build(samples, "policy")[0].arrays
+
+
 def test_a_filter_on_the_policy_mask_leaves_the_critic_alone():
     samples = batch(2)
     samples[0].policy_loss_mask = np.zeros(samples[0].num_tokens, dtype=bool)

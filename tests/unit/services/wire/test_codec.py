@@ -49,6 +49,27 @@ def test_a_policy_grid_costs_fourteen_bytes_a_token():
     assert size((20_000, 10_000)) == 14 * 30_000 + 2 * per_sample + 8
 
 
+def test_a_critic_grid_costs_fourteen_bytes_a_token_and_five_a_sample():
+    def size(lengths: tuple[int, ...]) -> int:
+        return sum(map(len, encoded(make_item(stream="critic", lengths=lengths))[1:]))
+
+    per_sample = 4 + 1  # its length, and whether its targets are bootstrapped
+    assert size((20_000,)) == 14 * 20_000 + per_sample + 8
+    assert size((20_000, 10_000)) == 14 * 30_000 + 2 * per_sample + 8
+
+
+def test_each_micro_batch_gets_the_flags_of_its_own_samples():
+    """Flags 0 1 0 over micro-batches of two samples, one and none; the policy's stream has no flag."""
+    arrays = make_item(stream="critic", lengths=(4, 3, 5)).arrays | {"sample_counts": np.array([2, 1, 0], "<u4")}
+    item = with_header(arrays, stream="critic")
+    item.header = msgspec.structs.replace(item.header, mini_batches=[MiniBatch(3, 7, 3)])
+    back = decode_item(encoded(item), max_bytes=MAX_BYTES)
+    ((_, micro_batches),) = back.mini_batches()
+    assert [m.sample_arrays["bootstrapped"].tolist() for m in micro_batches] == [[0, 1], [0], []]
+    ((_, micro_batches),) = make_item().mini_batches()
+    assert [m.sample_arrays for m in micro_batches] == [{}, {}]
+
+
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, zmq.Frame])
 def test_bytes_memoryviews_and_zmq_frames_decode_without_a_copy(wrap: Callable):
     frames = [wrap(frame) for frame in encoded(make_item())]
@@ -193,6 +214,9 @@ def test_a_header_that_does_not_fit_raises_codec_error(changes: dict):
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
+        ("bootstrapped", [1], "1 entries for 2 samples"),
+        ("bootstrapped", [0, 0, 0], "3 entries for 2 samples"),
+        ("bootstrapped", [0, 2], "0 and 1"),
         ("sample_counts", [2], "micro-batches"),
         ("sample_counts", [1, 0], "add up"),
         ("sample_counts", [2**32 - 1, 2**32 - 1], "add up"),
@@ -213,16 +237,17 @@ def test_a_header_that_does_not_fit_raises_codec_error(changes: dict):
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_by_both_ends(name: str, values: list[float], message: str):
-    good = make_item()
+    stream: Stream = "policy" if name in STREAM_ARRAYS["policy"] else "critic"
+    good = make_item(stream=stream)
     arrays = good.arrays | {name: np.array(values).astype(good.arrays[name].dtype)}
-    item = with_header(arrays)
+    item = with_header(arrays, stream=stream)
     with pytest.raises(CodecError, match=message):
         encode_item(item)
     frames = encoded(good)
-    sizes = [[key, arrays[key].size] for key in STREAM_ARRAYS["policy"]]
+    sizes = [[key, arrays[key].size] for key in STREAM_ARRAYS[stream]]
     envelope = msgspec.msgpack.decode(frames[0]) | {"arrays": sizes}
     frames[0] = msgspec.msgpack.encode(envelope)
-    position = 1 + list(STREAM_ARRAYS["policy"]).index(name)
+    position = 1 + list(STREAM_ARRAYS[stream]).index(name)
     frames[position] = arrays[name].tobytes()
     with pytest.raises(CodecError, match=message):
         decode_item(reseal(frames, digest=item.header.digest), max_bytes=MAX_BYTES)
