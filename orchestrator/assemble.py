@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+from loguru import logger
 
 from orchestrator import state
 from orchestrator.admission import Outcomes
@@ -43,6 +44,9 @@ from services.inference.client import EngineClient
 from services.transport.grid_sender import GridSender
 from services.transport.score_client import ScoreClient
 from services.wire.errors import ContractError
+
+STOP_POLL_S = 1.0
+"""How often the train groups are asked whether a signal told them to end."""
 
 
 class Orchestra:
@@ -113,7 +117,7 @@ class Orchestra:
             [group for group in (self._policy, self._critic) if group is not None],
             config.checkpoint,
             self._metrics,
-            identity=identity_of(config),
+            identity=identity_of(config, Path(context.model_dir)),
             deadline_s=config.orchestrator.step_deadline_s,
             take=self._take,
             **identity,
@@ -163,6 +167,7 @@ class Orchestra:
                 self._producer.run(),
                 self._publisher.run(),
                 self._telemetry.run(),
+                self._watch_for_stops(),
             ]
             if self._critic_grids is not None:
                 background.append(self._critic_grids.run())
@@ -170,6 +175,15 @@ class Orchestra:
             await self._loop.run()
             for task in tasks:
                 task.cancel()
+
+    async def _watch_for_stops(self) -> None:
+        """A train group that was told to end waits for a commit: make one, and end."""
+        while not self._checkpointer.is_requested:
+            await asyncio.sleep(STOP_POLL_S)
+            for group in (self._policy, self._critic):
+                if group is not None and (await group.status()).stop_requested:
+                    logger.info("{} was asked to end: the run commits and ends", group.name)
+                    self.request_commit()
 
     def _take(self, step: int) -> Snapshot:
         """Everything that a later start needs to go on after `step` finished steps."""

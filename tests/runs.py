@@ -29,11 +29,15 @@ def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "services.launch", *args]
 
 
-def start_cli(*args: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start the command from the project root; its output goes to `log`."""
+def start_cli(*args: str, log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start the command from the project root, `env` added to its environment; its output goes to `log`."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            command(*args), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "200"}
+            command(*args),
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"COLUMNS": "200"} | (env or {}),
         )
 
 

@@ -65,6 +65,10 @@ class Group:
     first_step: int = 0
     """steps done before this start"""
     disk_is_full: bool = False
+    score_s: float = 0.0
+    num_scoring: int = 0
+    most_scoring: int = 0
+    """scoring requests at a time"""
     before: Callable[[int, list[GridItem]], None] = lambda step, items: None
     release: threading.Event = field(default_factory=threading.Event)
     started: list[int] = field(default_factory=list)
@@ -136,7 +140,11 @@ class Group:
 
         @app.post("/v1/score")
         async def score(request: Request) -> dict[str, Any]:
+            self.num_scoring += 1
+            self.most_scoring = max(self.most_scoring, self.num_scoring)
             lengths = [len(ids) for ids in (await request.json())["batched_token_ids"]]
+            await asyncio.sleep(self.score_s)
+            self.num_scoring -= 1
             values = [[0.0] * length for length in lengths]
             return {
                 "values": values,

@@ -62,7 +62,8 @@ def run(run_dir: Path) -> None:
     part = Part("critic", critic, updater.optimizer, mesh, ranks, divided_in_critic(backbone))
     if resume(part, board, context, seed=config.seed):
         norm = float(whole_tensor(critic.head.weight).norm())
-        logger.info("value head: loaded from {}, norm {:.6g}", context.commit_dir, norm)
+        if ranks.rank == 0:
+            logger.info("value head: loaded from {}, norm {:.6g}", context.commit_dir, norm)
     saver = Saver(part, board, context.run_dir)
     server = None
     if ranks.rank == 0:

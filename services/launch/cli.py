@@ -31,6 +31,9 @@ and ends them all when the last step is done or the first of them fails.
   counterpoint run configs/demo/sao.toml
   counterpoint run configs/demo/sao.toml --run.name second --orchestrator.max_steps 20
   counterpoint run configs/demo/sao.toml --algorithm.type grpo --orchestrator.group_size 8 --value none
+  counterpoint run configs/demo/sao.toml --resume           go on from the newest commit
+
+Ctrl-C or SIGTERM: the run commits after the step under way and ends with 75; a second one ends it at once.
 """
 PLAN_HELP = """\
 Shows what `counterpoint run` would start: processes, ranks, ports, lengths. Starts and writes nothing.
@@ -69,7 +72,8 @@ are separate processes.
   counterpoint run configs/demo/sao.toml       start it
   counterpoint report runs/sao                 what it did
 
-exit codes: 0 done, 64 usage, 69 dependency lost, 70 bug, 73 cannot write, 78 configuration, 130/143 stopped by a signal
+exit codes: 0 done, 64 usage, 69 dependency lost, 70 bug, 73 cannot write, 75 stopped and resumable, 78 configuration,
+130/143 stopped by a signal before the first commit
 """
 
 _TOP_LEVEL = frozenset(
@@ -160,7 +164,10 @@ def build_parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", "train as a configuration says", RUN_HELP, _run, SETTINGS_HELP)
     run.add_argument("configs", nargs="+", metavar="CONFIG", help="TOML files, later ones win")
     run.add_argument("--overwrite", action="store_true", help="remove an earlier run in the same directory")
-    run.add_argument("--resume", action="store_true", help="continue from the last commit (not available yet)")
+    run.add_argument("--resume", action="store_true", help="go on from the newest commit in the same directory")
+    run.add_argument(
+        "--allow-fallback", action="store_true", help="with --resume: an older commit where the newest is damaged"
+    )
     run.add_argument("--dry-run", action="store_true", help="the same as `counterpoint plan`")
 
     plan = _command(commands, "plan", "show what would start", PLAN_HELP, _plan, SETTINGS_HELP)
@@ -182,6 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of the recorded run")
     replay.add_argument("--overwrite", action="store_true", help="remove an earlier replay in the same directory")
     replay.add_argument("--resume", action="store_true", help="go on from the last commit of an earlier replay")
+    replay.add_argument("--allow-fallback", action="store_true", help="... or an older one where that is damaged")
 
     tiny = _command(commands, "make-tiny", "make the tiny model", TINY_HELP, _make_tiny)
     tiny.add_argument("dir", metavar="DIR", help="folder to make")
@@ -212,14 +220,18 @@ def _run(args: argparse.Namespace, settings: list[str]) -> int:
     from services.config.resolve import resolve
     from services.launch.live import LiveView
     from services.launch.report import summary
+    from services.launch.resume import resume_run
     from services.launch.supervisor import run_dir_of, supervise
     from services.runtime.roots import check_root
 
     check_root()
-    if args.resume:
-        raise ConfigError(["--resume: resume is not available yet; fix: start anew with --overwrite"])
+    if args.resume and args.overwrite:
+        raise UsageError("--resume goes on with what --overwrite would remove: give one of them")
     config = resolve(args.configs, parse_overrides(settings)).config
-    code = supervise(config, LiveView(), overwrite=args.overwrite)
+    if args.resume:
+        code = resume_run(config, LiveView(), allow_fallback=args.allow_fallback)
+    else:
+        code = supervise(config, LiveView(), overwrite=args.overwrite)
     if code == EXIT_DONE:
         sys.stdout.write(summary(run_dir_of(config)) + "\n")
     return code
@@ -254,7 +266,8 @@ def _replay(args: argparse.Namespace, settings: list[str]) -> int:
 
     check_root()
     overrides = parse_overrides(settings)
-    code, config = replay(Path(args.run_dir), overrides, LiveView(), overwrite=args.overwrite, resume=args.resume)
+    how = {"overwrite": args.overwrite, "resume": args.resume, "allow_fallback": args.allow_fallback}
+    code, config = replay(Path(args.run_dir), overrides, LiveView(), **how)
     if code == EXIT_DONE:
         sys.stdout.write(summary(run_dir_of(config)) + "\n")
     return code

@@ -88,6 +88,12 @@ class Fleet:
         """All living processes of the fleet, guards and descendants."""
         return [pid for guard in self._guards.values() for pid in (guard.pid, *descendants(guard.pid))]
 
+    def ask_to_end(self, name: str) -> None:
+        """Send SIGTERM to one process, if it still lives."""
+        guard = self._guards.get(name)
+        if guard is not None and guard.poll() is None:
+            guard.send_signal(signal.SIGTERM)
+
     def stop(self, grace_s: float, hurry: Callable[[], bool]) -> list[str]:
         """Ask all to end, wait, then end the rest by force.
 

@@ -11,26 +11,17 @@ Notable:
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from services.config.checks import PORT_KEYS, fixed_ports
-from services.config.context import RunContext
-from services.config.identity import identity_of
 from services.config.resolve import resolve
-from services.config.schema import Config, load_resolved, to_toml
-from services.launch.models import MODELS_DIR, model_source
-from services.launch.planner import Plan, plan
-from services.launch.rundir import append_event, hold_run_dir
-from services.launch.supervisor import Signals, Supervisor, View, run_dir_of, site_here, supervise
-from services.runtime.commits import Commits
-from services.runtime.durable import write_atomic
-from services.runtime.marker import Commit
+from services.config.schema import Config, load_resolved
+from services.launch.planner import plan
+from services.launch.resume import resume_run
+from services.launch.supervisor import View, supervise
 from services.runtime.records import RecordedStep, open_record, why_it_ends
 from services.wire.errors import ConfigError, UsageError
 
@@ -53,6 +44,7 @@ def replay(
     *,
     overwrite: bool = False,
     resume: bool = False,
+    allow_fallback: bool = False,
 ) -> tuple[int, Config]:
     """Carry out a replay.
 
@@ -62,6 +54,7 @@ def replay(
         view: Shows progress.
         overwrite: Remove an earlier replay in the same directory.
         resume: Go on from the last commit of an earlier replay in the same directory.
+        allow_fallback: Where that commit is damaged, take the one before it.
 
     Returns:
         The exit code, and the replay's configuration.
@@ -74,66 +67,8 @@ def replay(
     config = replay_config(source, overrides)
     lay_out = partial(plan, replay_of=source)
     if resume:
-        return resume_run(config, view, lay_out), config
+        return resume_run(config, view, lay_out=lay_out, allow_fallback=allow_fallback), config
     return supervise(config, view, overwrite=overwrite, lay_out=lay_out), config
-
-
-def resume_run(config: Config, view: View, lay_out: Callable[..., Plan]) -> int:
-    """Carry out the rest of a run from its newest commit.
-
-    Args:
-        config: As it is now; its run directory is the earlier start's.
-        view: Shows progress.
-        lay_out: Makes the plan, as `plan` does.
-
-    Returns:
-        The exit code, as of `supervise`.
-
-    Raises:
-        ConfigError: There is nothing to go on from, or the commit is of another run than this.
-        DamagedCommit: The newest commit is damaged.
-    """
-    run_dir = run_dir_of(config)
-    signals = Signals()
-    try:
-        with hold_run_dir(run_dir):
-            commit, earlier = _newest_commit(run_dir, config)
-
-            def continued(*args: Any, epoch: int, run_id: str, **rest: Any) -> Plan:
-                layout = lay_out(*args, epoch=earlier.epoch + epoch, run_id=earlier.run_id, **rest)
-                context = layout.context.model_copy(update={"commit_dir": str(commit.folder)})
-                return replace(layout, context=context)
-
-            shutil.rmtree(run_dir / "logs" / "failures", ignore_errors=True)  # of the start that ended
-            write_atomic(run_dir / "config.resolved.toml", to_toml(config))
-            append_event(run_dir, "resumed", step=commit.step, epoch=earlier.epoch + 1)
-            site = site_here()
-            model = model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
-            code = Supervisor(config, run_dir, model, view, signals, lay_out=continued).run()
-            append_event(run_dir, "run_ended", exit_code=code)
-            return code
-    finally:
-        view.end()
-        signals.close()
-
-
-def _newest_commit(run_dir: Path, config: Config) -> tuple[Commit, RunContext]:
-    path = run_dir / "run.json"
-    if not path.is_file():
-        raise ConfigError([f"run.dir: {run_dir} holds no run; fix: start it without --resume"])
-    earlier = RunContext.model_validate(json.loads(path.read_text()))
-    commit = Commits(run_dir / "checkpoints").newest(allow_fallback=False)
-    if commit is None:
-        raise ConfigError([f"run.dir: {run_dir} has no commit to go on from; fix: start anew with --overwrite"])
-    now = identity_of(config)
-    differing = [
-        f"{key}: {now[key]!r} here, {before!r} in {commit.folder}; fix: give what it was"
-        for key, before in commit.identity.items()
-        if now.get(key) != before
-    ]
-    if differing:
-        raise ConfigError(differing)
-    return commit, earlier
 
 
 def replay_config(source: Path, overrides: Sequence[tuple[str, str]]) -> Config:

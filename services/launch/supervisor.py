@@ -6,7 +6,8 @@ Notable:
   neighbour's own death is visible through torchrun.
 - Ports lost to a foreign program between choice and bind: all ports are chosen anew and everything starts again, at
   most five times.
-- First SIGINT or SIGTERM: end within `runtime.shutdown_grace_s`. Second: at once.
+- First SIGINT or SIGTERM, to this process or any other of the run: the orchestrator is asked to commit, then all end,
+  within `runtime.shutdown_grace_s`. Second: at once.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ from services.launch.fleet import Fleet
 from services.launch.models import MODELS_DIR, ModelSource, model_source
 from services.launch.planner import Plan, ProcessPlan, Site, plan, process_env
 from services.launch.rundir import append_event, create_run_dir, hold_run_dir, write_context
+from services.runtime.commits import Commits
 from services.runtime.durable import rename_dir
 from services.runtime.ports import PortReservation, foreign_owner, is_free
 from services.runtime.roots import project_root
-from services.wire.errors import EXIT_DEPENDENCY_LOST, EXIT_DONE, ConfigError
+from services.wire.errors import EXIT_DEPENDENCY_LOST, EXIT_DONE, EXIT_PREEMPTED, ConfigError
 
 MAX_PORT_TRIES = 5
 POLL_S = 0.1
 _LOOK_INTERVAL_S = 0.5
+COMMIT_SHARE = 0.7
+"""Of `runtime.shutdown_grace_s`: what a commit on the way out may take."""
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _SETTLE_S = 4.0
 """How long to look for the root of a failure when only its consequences are visible."""
 
@@ -113,7 +118,8 @@ def supervise(config: Config, view: View, *, overwrite: bool = False, lay_out: C
         lay_out: Makes the plan, as `plan` does.
 
     Returns:
-        The exit code: 0, 130 or 143 after a signal, else that of the process that failed first.
+        The exit code: 0; after a signal 75 where there is a commit to resume from, else 130 or 143; else that of the
+        process that failed first.
 
     Raises:
         ConfigError: The run directory is in use.
@@ -244,10 +250,8 @@ class Supervisor:
 
     def _conclude(self, fleet: Fleet, processes: list[ProcessPlan], final: str, layout: Plan | None) -> Attempt:
         grace_s = self._config.runtime.shutdown_grace_s
-        if self._signals.count:
-            late = fleet.stop(grace_s, self._signals.twice)
-            append_event(self._run_dir, "stopped_by_signal", signal=self._signals.first, killed=late)
-            return Attempt(128 + self._signals.first)
+        if self._signals.count or self._was_asked_to_end(fleet, processes, final):
+            return self._preempt(fleet, final, time.monotonic() + grace_s)
         if fleet.exits().get(final) == EXIT_DONE:
             late = fleet.stop(grace_s, self._signals.twice)
             append_event(self._run_dir, "finished", killed=late)
@@ -258,6 +262,31 @@ class Supervisor:
         late = fleet.stop(grace_s, lambda: self._signals.count > 0)
         append_event(self._run_dir, "stopped", killed=late)
         return Attempt(blame.exit_code if blame else EXIT_DEPENDENCY_LOST, blame, lost)
+
+    def _was_asked_to_end(self, fleet: Fleet, processes: list[ProcessPlan], final: str) -> bool:
+        """Did a process end because somebody told it to, by SIGTERM or SIGINT, rather than fail."""
+        exits = fleet.exits()
+        if not exits or find_blame(self._run_dir, processes, {}) is not None:
+            return False
+        return all(
+            code in (EXIT_PREEMPTED, *STOPPED) or (code == EXIT_DONE and name != final) for name, code in exits.items()
+        )
+
+    def _preempt(self, fleet: Fleet, final: str, until: float) -> Attempt:
+        """Let the run commit between two steps while its trainers still live, then end everything.
+
+        The share of the grace time that it may take leaves the rest of the run enough to end in order.
+        """
+        commit_until = until - (1 - COMMIT_SHARE) * self._config.runtime.shutdown_grace_s
+        fleet.ask_to_end(final)
+        while final not in fleet.exits() and time.monotonic() < commit_until and not self._signals.twice():
+            self._view.tick()
+            time.sleep(POLL_S)
+        late = fleet.stop(max(0.0, until - time.monotonic()), self._signals.twice)
+        number = self._signals.first or signal.SIGTERM
+        steps = Commits(self._run_dir / "checkpoints").steps()
+        append_event(self._run_dir, "stopped_by_signal", signal=number, killed=late, commits=steps)
+        return Attempt(EXIT_PREEMPTED if steps else 128 + number)
 
     def _settle(self, fleet: Fleet, processes: list[ProcessPlan]) -> Blame | None:
         """Look for the root of a failure; give up after a moment, or when every process has ended."""
@@ -300,6 +329,8 @@ class Supervisor:
             return EXIT_DEPENDENCY_LOST
         if attempt.blame is not None:
             self._view.say(str(attempt.blame))
+        elif attempt.exit_code == EXIT_PREEMPTED:
+            self._view.say(f"stopped; everything of {self._run_dir} has ended; go on with --resume")
         elif attempt.exit_code != EXIT_DONE:
             self._view.say(f"stopped (exit code {attempt.exit_code}); everything of {self._run_dir} has ended")
         return attempt.exit_code

@@ -87,7 +87,7 @@ def die_with_parent() -> None:
         os._exit(DependencyLost.exit_code)
 
 
-def install_stop_handlers(on_stop: Callable[[], None] | None = None) -> threading.Event:
+def install_stop_handlers(on_stop: Callable[[], object] | None = None) -> threading.Event:
     """Make SIGTERM and SIGINT set an event instead of ending the process; a second signal ends it at once.
 
     Args:

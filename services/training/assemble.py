@@ -20,6 +20,7 @@ from services.runtime.commits import Commits
 from services.training.board import StatusBoard
 from services.training.checkpoint import load
 from services.training.control import ServerThread
+from services.training.farewell import Farewell
 from services.training.group import CommandSource, Trainer, TrainGroup
 from services.training.parts import Part
 from services.training.ranks import Ranks
@@ -142,7 +143,7 @@ def serve_group(
         receiver,
         board,
         runtime=config.runtime,
-        stop=stop,
+        farewell=Farewell(stop, board, context.orchestrator_url, grace_s=config.runtime.shutdown_grace_s),
         ledger=context.run_dir / "logs" / f"ledger-{stream}.jsonl",
         saver=saver,
         source=source,

@@ -15,7 +15,6 @@ Notable:
 from __future__ import annotations
 
 import math
-import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from loguru import logger
 from services.config.system import RuntimeConfig
 from services.model.mesh import Mesh
 from services.training.board import StatusBoard
+from services.training.farewell import Farewell
 from services.training.optimizer import Optimizer
 from services.training.preflight import DIGEST_HEX_DIGITS, Held, agree
 from services.training.ranks import Ranks
@@ -91,7 +91,7 @@ class TrainGroup:
         board: StatusBoard,
         *,
         runtime: RuntimeConfig,
-        stop: threading.Event,
+        farewell: Farewell,
         ledger: Path,
         saver: CommandSource,
         source: CommandSource | None = None,
@@ -102,7 +102,7 @@ class TrainGroup:
         self._receiver = receiver
         self._board = board
         self._runtime = runtime
-        self._stop = stop
+        self._farewell = farewell
         self._saver = saver
         self._source = source
         self._sources = {source.kind: source for source in (saver, source) if source is not None}
@@ -122,12 +122,14 @@ class TrainGroup:
             elif command["kind"] != "noop":
                 with self._ranks.during(f"a {command['kind']} command", collective="a collective"):
                     self._sources[command["kind"]].execute(command)
+            if any(row[0] for row in self._ranks.gather_ints([int(self._farewell.is_requested)])):
+                self._farewell.request()
             self._board.enter("idle", "a grid or a request")
 
     def _decide(self) -> dict[str, Any]:
         heartbeat_at = time.monotonic() + self._runtime.heartbeat_s
         while time.monotonic() < heartbeat_at:
-            if self._stop.is_set():
+            if self._farewell.is_due():
                 return {"kind": "stop"}
             assert self._receiver is not None
             if self._receiver.failure is not None:

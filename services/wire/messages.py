@@ -54,5 +54,7 @@ class TrainStatus(msgspec.Struct):
     """metrics rows of the last few finished steps, by step"""
     pids: list[int] = []
     """process ids by rank"""
+    stop_requested: bool = False
+    """a signal asked the group to end; it waits for a commit first"""
     published: dict[str, Any] = {}
     """policy only: {"version": n, "path": folder} of the newest complete snapshot"""

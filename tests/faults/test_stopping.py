@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from services.runtime.commits import Commits
 from services.runtime.ports import is_free
-from tests.runs import ROOT, processes_of, read_lines, start_cli, wait_until
+from tests.runs import ROOT, processes_of, read_lines, run_cli, start_cli, wait_until
 
 SAO = str(ROOT / "configs" / "demo" / "sao.toml")
 GRPO = str(ROOT / "tests" / "processes" / "configs" / "grpo.toml")
@@ -90,24 +91,36 @@ def launched(run_dir: Path, config: str, *settings: str) -> Iterator[Launched]:
             process.wait()
 
 
-def test_ctrl_c_ends_everything_in_time(tmp_path: Path) -> None:
+def test_ctrl_c_commits_ends_everything_in_time_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
     with launched(tmp_path / "run", SAO) as run:
         run.process.send_signal(signal.SIGINT)
         code, last = run.ended(within_s=GRACE_S + MARGIN_S)
-    assert code == 128 + signal.SIGINT
-    assert "stopped" in last and "130" in last
-    events = read_lines(run.dir / "events.jsonl")
-    stopped = next(event for event in events if event["event"] == "stopped_by_signal")
+    assert code == 75
+    assert "--resume" in last
+    stopped = next(e for e in read_lines(run.dir / "events.jsonl") if e["event"] == "stopped_by_signal")
     assert stopped["killed"] == [], "everything ends by itself"
     assert not list((run.dir / "logs").glob("failures/*")), "an end on request is no failure"
+    (step,) = Commits(run.dir / "checkpoints").steps()
+
+    more = (*SMALL, "--orchestrator.max_steps", str(step + 2), "--resume")
+    resumed = run_cli(run.dir, SAO, *more)
+    assert resumed.code == 0, resumed.output[-3000:]
+    assert resumed.context["epoch"] == 2 and resumed.context["run_id"] == run.context["run_id"]
+    for stream in ("rollout", "critic", "policy"):
+        assert [row["step"] for row in resumed.rows(stream)] == list(range(step + 2)), stream
+    assert [row["value/updates"] for row in resumed.rows("critic")] == [2 * (n + 1) for n in range(step + 2)]
+    assert [row["policy/version"] for row in resumed.rows("policy")] == list(range(1, step + 3))
 
 
-def test_sigterm_ends_a_run_without_a_critic_in_time(tmp_path: Path) -> None:
+def test_sigterm_to_a_rank_of_the_policy_commits_and_ends_everything_in_time(tmp_path: Path) -> None:
+    """Whoever is told to end: the run ends as a whole, between two steps, with a commit."""
     with launched(tmp_path / "run", GRPO) as run:
-        run.process.send_signal(signal.SIGTERM)
-        code, last = run.ended(within_s=GRACE_S + MARGIN_S)
-    assert code == 128 + signal.SIGTERM
-    assert "stopped" in last and "143" in last
+        ledger = read_lines(run.dir / "logs" / "ledger-policy.jsonl")
+        os.kill(next(entry["pid"] for entry in ledger if entry["rank"] == 1), signal.SIGTERM)
+        code, last = run.ended(within_s=GRACE_S + 2 * MARGIN_S)
+    assert code == 75
+    assert "--resume" in last
+    assert len(Commits(run.dir / "checkpoints").steps()) == 1
 
 
 def test_a_killed_rank_of_the_critic_is_named(tmp_path: Path) -> None:

@@ -157,11 +157,13 @@ def test_run_directory_holds_what_the_readme_says(sao: Finished) -> None:
     assert manifest["version"] == 4 and "model.safetensors" in manifest["files"]
 
 
-def test_used_run_directory_is_refused_and_resume_says_that_it_is_not_there_yet(grpo: Finished) -> None:
+def test_used_run_directory_is_refused_and_so_is_a_resume_as_another_run(grpo: Finished) -> None:
     again = run_cli(grpo.dir, GRPO)
     assert again.code == 78 and "--overwrite" in again.output
-    resumed = run_cli(grpo.dir, GRPO, "--resume")
-    assert resumed.code == 78 and "not available yet" in resumed.output
+    resumed = run_cli(grpo.dir, GRPO, "--resume", "--algorithm.type", "running_mean", "--seed", "8")
+    assert resumed.code == 78
+    assert "algorithm.type: 'running_mean' here, 'grpo' in" in resumed.output
+    assert "seed: 8 here, 7 in" in resumed.output
     assert (grpo.dir / "metrics.jsonl").exists()
 
 

@@ -23,6 +23,7 @@ from services.model.head import Critic
 from services.model.mesh import Mesh
 from services.model.shard import whole_tensor
 from services.training.board import StatusBoard
+from services.training.farewell import Farewell
 from services.training.group import TrainGroup
 from services.training.optimizer import Optimizer
 from services.training.ranks import Ranks
@@ -86,7 +87,7 @@ def told_about(ranks: Ranks, folder: Path, items: dict[int, GridItem]) -> str:
         receiver,
         StatusBoard("critic"),
         runtime=RuntimeConfig(collective_deadline_s=DEADLINE_S, heartbeat_s=0.5),
-        stop=threading.Event(),
+        farewell=Farewell(threading.Event(), StatusBoard("critic"), "http://127.0.0.1:1", grace_s=1.0),
         ledger=folder / "ledger.jsonl",
         saver=Quiet(),
     )

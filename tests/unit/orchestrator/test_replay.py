@@ -1,4 +1,4 @@
-"""Training from recorded rollouts: the same batches, each group scored at its turn and alone, and nothing else asked."""
+"""Training from recorded rollouts: the same batches, each group scored at its turn and alone, and no engine asked."""
 
 from __future__ import annotations
 
@@ -221,23 +221,19 @@ async def test_a_replay_trains_what_the_run_trained(
 
 
 async def test_a_replay_with_refreshed_values_asks_for_them_one_by_one(
-    tmp_path: Path, server: Server, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: Server, model_dir: Path
 ) -> None:
     config = config_of(max_steps=2, schedule="critic_first")
     assert config.value is not None
-    live = await record(config, tmp_path / "run", server, model_dir)
-    refreshed = config.model_copy(update={"value": config.value.model_copy(update={"refresh": "refreshed"})})
-    num_at_once: list[int] = []
-    gather = asyncio.gather
-
-    def counted(*work: Any, **options: Any) -> Any:
-        num_at_once.append(len(work))
-        return gather(*work, **options)
-
-    monkeypatch.setattr("orchestrator.refresh.asyncio.gather", counted)
+    config = config.model_copy(update={"value": config.value.model_copy(update={"refresh": "refreshed"})})
+    with staged(tmp_path / "run", server, model_dir) as live:
+        live.critic.score_s = 0.05
+        await play(config, live)
+    assert live.critic.most_scoring > 1
     with staged(tmp_path / "replay", server, model_dir, replay_of=live.run_dir) as stage:
-        await play(as_replay(refreshed), stage)
-    assert steps_of(stage.rows("refresh")) == [0, 1]
+        stage.critic.score_s = 0.05
+        await play(as_replay(config), stage)
+    assert steps_of(stage.rows("refresh")) == [0, 1] and stage.critic.most_scoring == 1
 
 
 async def test_a_replay_goes_on_from_its_commit_with_the_same_groups(

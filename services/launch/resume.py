@@ -1,0 +1,108 @@
+"""`--resume`: the rest of a run, from its newest commit, as another epoch of the same run.
+
+Notable:
+- What a commit is of must be what it is resumed as: algorithm, model, tokenizer, support and batches may not differ,
+  each difference being named with both values. Layouts, learning rates and lengths may.
+- The new start has the next epoch: messages of an earlier one, should any of it still live, are refused.
+- Records of earlier failures are kept beside the new ones, under their epoch's number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from services.config.context import RunContext
+from services.config.identity import identity_of
+from services.config.schema import Config, to_toml
+from services.launch.models import MODELS_DIR, model_source
+from services.launch.planner import Plan, plan
+from services.launch.rundir import append_event, hold_run_dir
+from services.launch.supervisor import Signals, Supervisor, View, run_dir_of, site_here
+from services.runtime.commits import Commits
+from services.runtime.durable import write_atomic
+from services.runtime.marker import Commit
+from services.wire.errors import ConfigError
+
+
+def resume_run(config: Config, view: View, *, lay_out: Callable[..., Plan] = plan, allow_fallback: bool = False) -> int:
+    """Carry out the rest of a run from its newest commit.
+
+    Args:
+        config: As it is now; its run directory is the earlier start's.
+        view: Shows progress.
+        lay_out: Makes the plan, as `plan` does.
+        allow_fallback: Where the newest commit is damaged, take the one before it.
+
+    Returns:
+        The exit code, as of `supervise`.
+
+    Raises:
+        ConfigError: There is nothing to go on from, or the commit is of another run than this.
+        DamagedCommit: The newest commit is damaged.
+    """
+    run_dir = run_dir_of(config)
+    signals = Signals()
+    try:
+        with hold_run_dir(run_dir):
+            earlier = _earlier_start(run_dir)
+            commit = newest_commit(run_dir, config, Path(earlier.model_dir), allow_fallback=allow_fallback)
+            epoch = max(earlier.epoch, commit.epoch) + 1
+            if commit.step >= config.orchestrator.max_steps:
+                view.say(f"all {commit.step} steps of {run_dir} are done; raise orchestrator.max_steps to go on")
+
+            def continued(*args: Any, epoch: int, run_id: str, **rest: Any) -> Plan:
+                layout = lay_out(*args, epoch=next_epoch, run_id=earlier.run_id, **rest)
+                context = layout.context.model_copy(update={"commit_dir": str(commit.folder)})
+                return replace(layout, context=context)
+
+            next_epoch = epoch
+            _put_failures_aside(run_dir, earlier.epoch)
+            write_atomic(run_dir / "config.resolved.toml", to_toml(config))
+            append_event(run_dir, "resumed", step=commit.step, epoch=epoch)
+            view.say(f"going on after step {commit.step} of {run_dir} (epoch {epoch})")
+            site = site_here()
+            model = model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
+            code = Supervisor(config, run_dir, model, view, signals, lay_out=continued).run()
+            append_event(run_dir, "run_ended", exit_code=code)
+            return code
+    finally:
+        view.end()
+        signals.close()
+
+
+def newest_commit(run_dir: Path, config: Config, model_dir: Path, *, allow_fallback: bool) -> Commit:
+    """The commit that a run goes on from, verified, and of the run that `config` describes.
+
+    Raises:
+        ConfigError: There is none, or it is of another run; every difference at once.
+        DamagedCommit: It is damaged.
+    """
+    commit = Commits(run_dir / "checkpoints").newest(allow_fallback=allow_fallback)
+    if commit is None:
+        raise ConfigError([f"run.dir: {run_dir} has no commit to go on from; fix: start anew with --overwrite"])
+    now = identity_of(config, model_dir)
+    differing = [
+        f"{key}: {now.get(key)!r} here, {before!r} in {commit.folder}; fix: give what it was"
+        for key, before in commit.identity.items()
+        if now.get(key) != before
+    ]
+    if differing:
+        raise ConfigError(differing)
+    return commit
+
+
+def _earlier_start(run_dir: Path) -> RunContext:
+    path = run_dir / "run.json"
+    if not path.is_file():
+        raise ConfigError([f"run.dir: {run_dir} holds no run; fix: start it without --resume"])
+    return RunContext.model_validate(json.loads(path.read_text()))
+
+
+def _put_failures_aside(run_dir: Path, epoch: int) -> None:
+    failures = run_dir / "logs" / "failures"
+    if failures.is_dir():
+        failures.rename(failures.with_name(f"failures-epoch-{epoch}"))
