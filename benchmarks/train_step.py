@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from policy_trainer.main import build_policy
+from policy_trainer.build import build_policy
 from policy_trainer.trainer import PolicyTrainer
 from services.config.context import RunContext
 from services.config.model_path import model_sizes
@@ -41,7 +41,7 @@ from services.training.board import StatusBoard
 from services.training.ranks import Ranks
 from services.wire.grids import GridItem
 from services.wire.samples import Branch, StopReason, TrainingSample, VersionSpan
-from value_service.main import build_critic
+from value_service.build import build_critic
 from value_service.updater import Updater
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,12 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
+from policy_trainer.build import build_policy
 from policy_trainer.trainer import PolicyTrainer
-from services.config.context import RunContext, load_run
-from services.config.schema import Config
-from services.model.backbone import Backbone, load_backbone, what_trains
-from services.model.logprobs import PolicyModel
-from services.model.mesh import Mesh
+from services.config.context import load_run
 from services.runtime.lifecycle import install_stop_handlers, run_process
 from services.training.assemble import check_model, join_group, resume, serve_group
 from services.training.control import ServerThread, control_app
@@ -19,45 +16,30 @@ from services.training.parts import Part
 from services.training.saver import Saver
 
 
-def build_policy(config: Config, context: RunContext, mesh: Mesh) -> tuple[Backbone, PolicyModel]:
-    """The run's first model in the policy's layout."""
-    backbone = load_backbone(
-        context.model_dir,
-        config.policy.model,
-        mesh,
-        init=context.model_init,
-        seed=config.seed,
-        prepare=what_trains(config.policy, role="policy", seed=config.seed),
-    )
-    policy = PolicyModel(backbone.model)
-    backbone.complete(policy, methods=("hidden", "both_logits"))
-    policy.probe()
-    return backbone, policy
-
-
 def run(run_dir: Path) -> None:
     """Everything one rank of the policy trainer does."""
     stop = install_stop_handlers()
     config, context = load_run(run_dir)
     ranks, mesh, board = join_group("policy", config, config.policy.model)
-    backbone, policy = build_policy(config, context, mesh)
-    check_model(backbone, policy.hidden, ranks)
-    reference = None
-    if config.policy.kl.coef > 0 and config.policy.lora is None:
-        _, reference = build_policy(config, context, mesh)
-    trainer = PolicyTrainer(
-        policy,
-        backbone,
-        ranks,
-        board,
-        config.policy,
-        reference=reference,
-        weights_dir=context.run_dir / "weights",
-        tokenizer_from=Path(context.model_dir),
-    )
-    part = Part("policy", policy, trainer.optimizer, mesh, ranks, frozenset(backbone.divided), "language_model.")
-    if resume(part, board, context, seed=config.seed):
-        trainer.publish_again(board.steps_done)
+    with ranks.during("the start", collective="a collective"):
+        backbone, policy = build_policy(config, context, mesh)
+        check_model(backbone, policy.hidden, ranks)
+        reference = None
+        if config.policy.kl.coef > 0 and config.policy.lora is None:
+            _, reference = build_policy(config, context, mesh)
+        trainer = PolicyTrainer(
+            policy,
+            backbone,
+            ranks,
+            board,
+            config.policy,
+            reference=reference,
+            weights_dir=context.run_dir / "weights",
+            tokenizer_from=Path(context.model_dir),
+        )
+        part = Part("policy", policy, trainer.optimizer, mesh, ranks, frozenset(backbone.divided), "language_model.")
+        if resume(part, board, context, seed=config.seed):
+            trainer.publish_again(board.steps_done)
     steps_before = config.value.warmup.critic_only_steps if config.value is not None else 0
     saver = Saver(part, board, context.run_dir, steps_before=steps_before)
     server = None

@@ -19,7 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # `tests` is no package that is installed
 
-from tests.replays import CONFIG, SETTINGS, differences, kill_launcher_after_commit, run_replay  # noqa: E402
+from tests.replays import (  # noqa: E402
+    CONFIG,
+    SETTINGS,
+    differences,
+    kill_launcher_after_commit,
+    random_state_differences,
+    run_replay,
+)
 from tests.runs import Finished, run_cli  # noqa: E402
 
 STEP = 6
@@ -45,7 +52,7 @@ def compare(name: str, source: Path, folder: Path, *, kills_launcher: bool) -> l
         died = run_replay(source, cut, *words, fault="commit:before-marker@2:kill")
         assert died.code != 0, "the fault did not strike"
     resumed = ended(run_replay(source, cut, *words, "--resume"), f"{name}, resumed")
-    return list(differences(whole.dir, resumed.dir, step=STEP))
+    return [*differences(whole.dir, resumed.dir, step=STEP), *random_state_differences(resumed.dir, 2, STEP)]
 
 
 def main() -> int:

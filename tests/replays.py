@@ -110,16 +110,27 @@ def rows_of(run: Path) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def tensor_differences(folder: Path, other: Path) -> Iterator[str]:
-    """Tensors of two checkpoints of a role that are not equal to the last bit: weights, moments, random state."""
+    """Weights, buffers and moments of two checkpoints of a role that are not equal to the last bit."""
     tensors, others = tensors_of(folder), tensors_of(other)
     kinds = {name.split("/")[0] for name in tensors}
     assert {"parameters", "exp_avg", "exp_avg_sq", "rng"} <= kinds, f"nothing of some kind to compare: {kinds}"
     yield from (f"{folder.name}: {name} is there once" for name in sorted(tensors.keys() ^ others.keys()))
     for name in sorted(tensors.keys() & others.keys()):
-        if not torch.equal(tensors[name], others[name]):
+        if not name.startswith("rng") and not torch.equal(tensors[name], others[name]):
             yield f"{folder.name}: {name}"
     if json.loads((folder / "state.json").read_text()) != json.loads((other / "state.json").read_text()):
         yield f"{folder.name}: state.json"
+
+
+def random_state_differences(run: Path, early: int, late: int) -> Iterator[str]:
+    """Random state that a start from the commit of step `early` did not take over. A trainer draws nothing while it
+    trains, so that at step `late` it still is what it was; two runs' states are not the same, as nobody seeds them."""
+    commits = Commits(run / "checkpoints")
+    for role in sorted({*commits.load(early).roles} - {state.ROLE}):
+        before, after = (tensors_of(commits.load(step).role(role)) for step in (early, late))
+        names = [name for name in before if name.startswith("rng")]
+        assert names, f"no random state of {role}"
+        yield from (f"{role}: {name}" for name in names if not torch.equal(before[name], after[name]))
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -8,12 +8,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from services.config.context import RunContext, load_run
-from services.config.schema import Config
-from services.model.backbone import Backbone, load_backbone, what_trains
-from services.model.head import Critic
-from services.model.init_from import critic_source
-from services.model.mesh import Mesh
+from services.config.context import load_run
 from services.model.shard import whole_tensor
 from services.runtime.lifecycle import install_stop_handlers, run_process
 from services.training.assemble import check_model, join_group, resume, serve_group
@@ -21,32 +16,9 @@ from services.training.control import ServerThread
 from services.training.parts import Part, divided_in_critic
 from services.training.saver import Saver
 from value_service.app import score_app
-from value_service.losses import support_of
+from value_service.build import build_critic
 from value_service.scorer import Scorer
 from value_service.updater import Updater
-
-
-def build_critic(config: Config, context: RunContext, mesh: Mesh) -> tuple[Backbone, Critic]:
-    """The critic in its layout, on the run's model or on the folder of `value.init_from`."""
-    assert config.value is not None
-    gamma = getattr(config.algorithm, "gamma", 1.0)
-    source = critic_source(config.value, model_dir=Path(context.model_dir), model_init=context.model_init, gamma=gamma)
-    backbone = load_backbone(
-        source.folder,
-        config.value.model,
-        mesh,
-        role="value",
-        init=source.init,
-        seed=config.seed,
-        prepare=what_trains(config.value, role="value", seed=config.seed),
-    )
-    loss = config.value.loss
-    support = support_of(loss.type, loss.loss_constants())
-    points = None if support is None else support.points.tolist()
-    critic = Critic(backbone.model, head_init_std=config.value.head.init_std, seed=config.seed, points=points)
-    source.fill_head(critic.head, mesh)
-    backbone.complete(critic, methods=("hidden", "outputs"), exact=(critic.head,))
-    return backbone, critic
 
 
 def run(run_dir: Path) -> None:
@@ -55,15 +27,16 @@ def run(run_dir: Path) -> None:
     config, context = load_run(run_dir)
     assert config.value is not None and context.value_url is not None and context.critic_grid_url is not None
     ranks, mesh, board = join_group("critic", config, config.value.model)
-    backbone, critic = build_critic(config, context, mesh)
-    check_model(backbone, critic.hidden, ranks, head=whole_tensor(critic.head.weight))
-    scorer = Scorer(critic, ranks, mesh, board, seq_len=config.value.model.seq_len)
-    updater = Updater(critic, ranks, mesh, config.value)
-    part = Part("critic", critic, updater.optimizer, mesh, ranks, divided_in_critic(backbone))
-    if resume(part, board, context, seed=config.seed):
-        norm = float(whole_tensor(critic.head.weight).norm())
-        if ranks.rank == 0:
-            logger.info("value head: loaded from {}, norm {:.6g}", context.commit_dir, norm)
+    with ranks.during("the start", collective="a collective"):
+        backbone, critic = build_critic(config, context, mesh)
+        check_model(backbone, critic.hidden, ranks, head=whole_tensor(critic.head.weight))
+        scorer = Scorer(critic, ranks, mesh, board, seq_len=config.value.model.seq_len)
+        updater = Updater(critic, ranks, mesh, config.value)
+        part = Part("critic", critic, updater.optimizer, mesh, ranks, divided_in_critic(backbone))
+        if resume(part, board, context, seed=config.seed):
+            norm = float(whole_tensor(critic.head.weight).norm())
+            if ranks.rank == 0:
+                logger.info("value head: loaded from {}, norm {:.6g}", context.commit_dir, norm)
     saver = Saver(part, board, context.run_dir)
     server = None
     if ranks.rank == 0:

@@ -317,6 +317,13 @@ def _ports(config: Config) -> Iterator[Finding]:
         seen.setdefault(port, path)
 
 
+def _deadlines(config: Config) -> Iterator[Finding]:
+    runtime, key = config.runtime, ("runtime", "collective_deadline_s")
+    if runtime.heartbeat_s >= runtime.collective_deadline_s:
+        what = f"an idle group would end at its own heartbeat, every runtime.heartbeat_s = {runtime.heartbeat_s:g} s"
+        yield Finding(key, what, f"give more than {runtime.heartbeat_s:g}", (("runtime", "heartbeat_s"),))
+
+
 def _devices(config: Config) -> Iterator[Finding]:
     deployment = config.deployment
     if deployment.num_inference_gpus > 1:
@@ -386,6 +393,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _model,
     _init_from,
     _ports,
+    _deadlines,
     _devices,
     _engine,
 )

@@ -19,7 +19,8 @@ class RunConfig(Section):
     keep_snapshots: int = Field(default=2, ge=1)
     """Newest weight snapshots kept once every engine has moved on."""
     record: bool = True
-    """Keep every batch's rollouts in `rollouts/`, about 22 bytes a token: what `counterpoint replay` trains on."""
+    """Keep every batch's rollouts in `rollouts/`, about 18 bytes a token (10 without a critic): what
+    `counterpoint replay` trains on."""
 
 
 class ModelConfig(Section):
@@ -37,6 +38,8 @@ class DeploymentConfig(Section):
     num_policy_gpus: int = Field(default=1, ge=1)
     num_value_gpus: int = Field(default=1, ge=1)
     num_inference_gpus: int = Field(default=1, ge=1)
+    max_restarts: int = Field(default=0, ge=0)
+    """After the loss of a process (exit code 69) the run goes on from its newest commit by itself, so often at most."""
     device: Literal["cpu", "cuda"] = "cpu"
     """"cpu" computes on one core a rank; "cuda" on one GPU a rank, with gradients summed by NCCL."""
 

@@ -220,8 +220,8 @@ def _run(args: argparse.Namespace, settings: list[str]) -> int:
     from services.config.resolve import resolve
     from services.launch.live import LiveView
     from services.launch.report import summary
-    from services.launch.resume import resume_run
-    from services.launch.supervisor import run_dir_of, supervise
+    from services.launch.resume import resume_run, run_with_restarts
+    from services.launch.supervisor import run_dir_of
     from services.runtime.roots import check_root
 
     check_root()
@@ -231,7 +231,7 @@ def _run(args: argparse.Namespace, settings: list[str]) -> int:
     if args.resume:
         code = resume_run(config, LiveView(), allow_fallback=args.allow_fallback)
     else:
-        code = supervise(config, LiveView(), overwrite=args.overwrite)
+        code = run_with_restarts(config, LiveView(), overwrite=args.overwrite)
     if code == EXIT_DONE:
         sys.stdout.write(summary(run_dir_of(config)) + "\n")
     return code

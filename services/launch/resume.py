@@ -4,6 +4,7 @@ Notable:
 - What a commit is of must be what it is resumed as: algorithm, model, tokenizer, support and batches may not differ,
   each difference being named with both values. Layouts, learning rates and lengths may.
 - The new start has the next epoch: messages of an earlier one, should any of it still live, are refused.
+- `deployment.max_restarts`: the same without being asked, after a process was lost (69), never after anything else.
 - Records of earlier failures are kept beside the new ones, under their epoch's number.
 """
 
@@ -21,14 +22,41 @@ from services.config.schema import Config, to_toml
 from services.launch.models import MODELS_DIR, model_source
 from services.launch.planner import Plan, plan
 from services.launch.rundir import append_event, hold_run_dir
-from services.launch.supervisor import Signals, Supervisor, View, run_dir_of, site_here
+from services.launch.supervisor import Signals, Supervisor, View, run_dir_of, site_here, supervise
 from services.runtime.commits import Commits
 from services.runtime.durable import write_atomic
 from services.runtime.marker import Commit
-from services.wire.errors import ConfigError
+from services.wire.errors import EXIT_DEPENDENCY_LOST, ConfigError
 
 
-def resume_run(config: Config, view: View, *, lay_out: Callable[..., Plan] = plan, allow_fallback: bool = False) -> int:
+def run_with_restarts(config: Config, view: View, *, overwrite: bool = False) -> int:
+    """Carry out a run from nothing; after the loss of a process go on from the newest commit, as often as allowed.
+
+    Args:
+        config: The resolved configuration; `deployment.max_restarts` says how often.
+        view: Shows progress.
+        overwrite: Remove an earlier run in the same directory.
+
+    Returns:
+        The exit code, as of `supervise`.
+
+    Raises:
+        ConfigError: The run directory is in use.
+        CannotWrite: It cannot be made.
+    """
+    code = supervise(config, view, overwrite=overwrite)
+    commits = Commits(run_dir_of(config) / "checkpoints")
+    for number in range(1, config.deployment.max_restarts + 1):
+        if code != EXIT_DEPENDENCY_LOST or not commits.steps():
+            break
+        view.say(f"restart {number} of {config.deployment.max_restarts}")
+        code = resume_run(config, view)
+    return code
+
+
+def resume_run(
+    config: Config, view: View, *, lay_out: Callable[..., Plan] = plan, allow_fallback: bool = False
+) -> int:
     """Carry out the rest of a run from its newest commit.
 
     Args:
@@ -50,20 +78,17 @@ def resume_run(config: Config, view: View, *, lay_out: Callable[..., Plan] = pla
         with hold_run_dir(run_dir):
             earlier = _earlier_start(run_dir)
             commit = newest_commit(run_dir, config, Path(earlier.model_dir), allow_fallback=allow_fallback)
-            epoch = max(earlier.epoch, commit.epoch) + 1
-            if commit.step >= config.orchestrator.max_steps:
-                view.say(f"all {commit.step} steps of {run_dir} are done; raise orchestrator.max_steps to go on")
+            next_epoch = max(earlier.epoch, commit.epoch) + 1
 
             def continued(*args: Any, epoch: int, run_id: str, **rest: Any) -> Plan:
                 layout = lay_out(*args, epoch=next_epoch, run_id=earlier.run_id, **rest)
                 context = layout.context.model_copy(update={"commit_dir": str(commit.folder)})
                 return replace(layout, context=context)
 
-            next_epoch = epoch
             _put_failures_aside(run_dir, earlier.epoch)
             write_atomic(run_dir / "config.resolved.toml", to_toml(config))
-            append_event(run_dir, "resumed", step=commit.step, epoch=epoch)
-            view.say(f"going on after step {commit.step} of {run_dir} (epoch {epoch})")
+            append_event(run_dir, "resumed", step=commit.step, epoch=next_epoch)
+            view.say(f"going on after step {commit.step} of {run_dir} (epoch {next_epoch})")
             site = site_here()
             model = model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
             code = Supervisor(config, run_dir, model, view, signals, lay_out=continued).run()

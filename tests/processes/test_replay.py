@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from services.runtime.commits import Commits
-from tests.replays import CONFIG, SETTINGS, differences, kill_launcher_after_commit, rows_of, run_replay
+from tests.replays import (
+    CONFIG,
+    SETTINGS,
+    differences,
+    kill_launcher_after_commit,
+    random_state_differences,
+    rows_of,
+    run_replay,
+)
 from tests.runs import ROOT, Finished, processes_of, run_cli
 
 
@@ -41,6 +49,7 @@ def test_sao_whose_orchestrator_dies_within_a_commit_and_resumes_equals_sao_that
     resumed = run_replay(recorded.dir, tmp_path / "run", *SETTINGS["sao"], "--resume")
     assert resumed.code == 0, resumed.output[-3000:]
     assert list(differences(whole.dir, resumed.dir, step=6)) == []
+    assert list(random_state_differences(resumed.dir, 2, 6)) == []
     assert Commits(resumed.dir / "checkpoints").load(6).epoch == 2
     assert not processes_of(resumed.dir) and not list((resumed.dir / "checkpoints").glob(".*"))
     assert {path: path.stat().st_mtime_ns for path in recorded.dir.rglob("*")} == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,17 @@ def test_at_share_one_only_a_fruitless_wait_is_the_end() -> None:
         "no valid group among the last 404 rollouts, in 720 s or more (dropped: 201 env_error, 200 nonfinite_reward, "
         "3 group_too_small); for example task 400"
     )
+
+
+def test_a_later_start_counts_on_and_judges_by_the_same_window() -> None:
+    first = outcomes_after("g" * 10 + "e" * 9, window=20)
+    state = json.loads(json.dumps(first.state_dict()))
+    again = Outcomes(max_bad_fraction=0.5, window=20)
+    again.load_state_dict(state)
+    assert again.dropped == first.dropped
+    again.bad("env_error", "x")  # ten of twenty: exactly the allowed share
+    with pytest.raises(BadData):
+        again.bad("env_error", "x")
 
 
 def test_stale_traces_never_count_as_bad() -> None:

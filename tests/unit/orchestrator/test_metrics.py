@@ -97,3 +97,36 @@ def test_a_full_disk_is_warned_about_and_stops_nothing(tmp_path: Path) -> None:
     lines.write({"step": 0})
     lines.write({"step": 1})
     assert not (tmp_path / "missing").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A later start
+
+
+def test_rows_that_ran_ahead_of_a_commit_are_removed_but_for_its_own(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.add("rollout", 0, {"reward/mean": 0.25})
+    num_bytes = metrics.num_bytes
+    metrics.add("commit", 1, {"checkpoint/bytes": 10})
+    metrics.add("rollout", 1, {"reward/mean": 0.5})
+    metrics.add("commit", 2, {"checkpoint/bytes": 10})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "str')  # a crash in the middle of a row
+    again = Metrics(tmp_path)
+    again.go_on_from(1, num_bytes)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["stream"]) for row in rows] == [(0, "rollout"), (1, "commit")]
+    assert again.rewards == [0.25] and set(again.latest) == {"rollout", "commit"}
+    again.add("rollout", 1, {"reward/mean": 0.75})
+    assert again.latest["rollout"]["time_s"] >= rows[-1]["time_s"]
+
+
+def test_a_file_that_lost_its_end_loses_the_row_that_is_not_whole(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "traces.jsonl")
+    assert lines.num_bytes == 0 and lines.cut(100) == []
+    lines.write({"step": 0})
+    lines.write({"step": 1})
+    num_bytes = lines.num_bytes
+    (tmp_path / "traces.jsonl").write_bytes((tmp_path / "traces.jsonl").read_bytes()[:-3])
+    assert lines.cut(num_bytes) == [{"step": 0}]
+    assert (tmp_path / "traces.jsonl").read_text() == '{"step":0}\n'

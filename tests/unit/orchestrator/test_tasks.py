@@ -160,3 +160,22 @@ def test_environments_keep_their_shares_when_prompts_have_weights() -> None:
 def test_other_algorithms_weigh_no_prompts() -> None:
     weighing = [name for name, config in ALGORITHMS.items() if build(config(type=name)).prompt_weight()]
     assert weighing == ["spo"]
+
+
+def test_a_task_that_was_described_comes_again_whatever_prompts_weigh_by_then() -> None:
+    """Drawing anew at the same position would take another prompt once weights have moved."""
+    weights = {"now": 0.2}
+    tasks = stream(50, 7, prompt_weight=lambda _: weights["now"])
+    first = [tasks.next() for _ in range(20)]
+    described = [tasks.describe(task) for task in first]
+    weights["now"] = 0.9
+    other = stream(50, 7, prompt_weight=lambda prompt: 0.9 if prompt.endswith("1") else 0.1)
+    again = [other.again(numbers) for numbers in described]
+    assert [(t.group, t.config.type, t.index) for t in again] == [(t.group, t.config.type, t.index) for t in first]
+    assert [(t.config.type, t.index) for t in again] != drawn(other, 20)
+
+
+@pytest.mark.parametrize("described", [[3, 2, 0], [3, -1, 0], [3, 0, 7], [3, 1, -1]])
+def test_a_task_of_other_environments_is_refused(described: list[int]) -> None:
+    with pytest.raises(ValueError, match="which is not there"):
+        stream(7, 5).again(described)

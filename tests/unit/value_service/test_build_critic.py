@@ -11,7 +11,7 @@ from services.config.context import load_run
 from services.model.mesh import Mesh
 from services.wire.errors import ConfigError
 from tests.exports import base_of, commit, critic_of, make_run, state_of
-from value_service.main import build_critic
+from value_service.build import build_critic
 
 
 def test_a_run_continues_another_run_s_critic(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from services.runtime.manifests import survey
 from services.runtime.ports import PortReservation
 from services.training.board import StatusBoard
 from services.training.checkpoint import load
+from services.training.farewell import Farewell
 from services.training.group import TrainGroup
 from services.training.parts import Part
 from services.training.ranks import Ranks
@@ -126,7 +127,8 @@ async def test_a_checkpoint_goes_before_a_grid_that_waits(tmp_path: Path) -> Non
         first = saver.submit(0)
         ledger = tmp_path / "ledger.jsonl"
         board.progress(pids=[1])
-        settings = {"runtime": RuntimeConfig(), "stop": stop, "ledger": ledger, "saver": saver}
+        farewell = Farewell(stop, board, "http://127.0.0.1:1", grace_s=1.0)
+        settings = {"runtime": RuntimeConfig(), "farewell": farewell, "ledger": ledger, "saver": saver}
         group = TrainGroup(adder, Ranks(), Mesh(), receiver, board, **settings)
         loop = threading.Thread(target=group.run, daemon=True)
         loop.start()
