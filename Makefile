@@ -6,9 +6,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 VLLM_MARK := vllm
+MINUTES ?= 90
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo dummy-run check test test-vllm format clean
+.PHONY: help install demo dummy-run soak check test test-vllm format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 16
@@ -28,6 +29,9 @@ demo: $(INSTALLED) ## train a tiny policy with SAO and a critic, all real proces
 
 dummy-run: $(INSTALLED) ## dry run of the whole machinery on random weights (a minute)
 	$(PY) scripts/dummy_run.py
+
+soak: $(INSTALLED) ## kill every process in every phase of a run and start again (about an hour, MINUTES=N)
+	$(PY) scripts/soak.py --minutes $(MINUTES)
 
 check: $(INSTALLED) ## format, lint, types, import directions, unit tests with warnings as errors
 	$(VENV)/bin/ruff format --check .

@@ -19,14 +19,16 @@ from loguru import logger
 
 from orchestrator import state
 from orchestrator.admission import Outcomes
+from orchestrator.alarms import Alarms, WatchedMetrics
 from orchestrator.algorithms import build as build_algorithm
 from orchestrator.checkpointer import Checkpointer
 from orchestrator.critic_grids import CriticGrids
 from orchestrator.environments import build as build_environment
 from orchestrator.environments import build_training
 from orchestrator.evaluate import Evaluator
+from orchestrator.first_fit import report_overlap
 from orchestrator.loop import Clock, Loop, Parts
-from orchestrator.metrics import JsonLines, Metrics
+from orchestrator.metrics import JsonLines
 from orchestrator.producer import Producer
 from orchestrator.publisher import Publisher
 from orchestrator.recorder import Recorder
@@ -41,7 +43,9 @@ from services.config.context import RunContext
 from services.config.identity import identity_of
 from services.config.schema import Config
 from services.inference.client import EngineClient
+from services.runtime.auth import read_token
 from services.transport.grid_sender import GridSender
+from services.transport.http import make_session
 from services.transport.score_client import ScoreClient
 from services.wire.errors import ContractError
 
@@ -65,8 +69,11 @@ class Orchestra:
             for url in context.inference_urls
         ]
         self._policy = TrainClient(self._session, "policy", context.policy_url)
-        self._critic = TrainClient(self._session, "critic", context.value_url) if context.value_url else None
-        self._scorer = ScoreClient(context.value_url) if context.value_url else None
+        token_file = config.value.token_file if config.value is not None else None
+        token = read_token(token_file, make=True) if token_file is not None else None
+        self._critic_session = make_session(token=token)  # nobody else is shown the token
+        self._critic = TrainClient(self._critic_session, "critic", context.value_url) if context.value_url else None
+        self._scorer = ScoreClient(context.value_url, token=token) if context.value_url else None
         identity = {"run_id": context.run_id, "epoch": context.epoch}
         num_policy, num_value = config.num_policy_data_ranks, config.num_value_data_ranks
         self._policy_sender = GridSender(
@@ -77,7 +84,8 @@ class Orchestra:
             self._critic_sender = GridSender(
                 context.critic_grid_url, stream="critic", num_data_ranks=num_value, **identity
             )
-        self._metrics = Metrics(context.run_dir)
+        alarms = Alarms(config, context.run_dir, is_replay=context.replay_of is not None)
+        self._metrics = WatchedMetrics(context.run_dir, alarms)
         self._critic_grids = None
         if self._critic is not None and self._critic_sender is not None:
             self._critic_grids = CriticGrids(
@@ -109,6 +117,7 @@ class Orchestra:
             self._critic_grids,
             self._recorder,
             max_steps=config.orchestrator.max_steps,
+            alarms=alarms.told,
         )
         self._page = StatusPage(context.orchestrator_url, self._telemetry.snapshot)
         self._traces = JsonLines(context.run_dir / "traces.jsonl")
@@ -138,6 +147,7 @@ class Orchestra:
             if client is not None:
                 await client.close()
         await self._session.close()
+        await self._critic_session.close()
         await self._page.close()
 
     def request_commit(self) -> None:
@@ -254,6 +264,7 @@ class Orchestra:
     def _make_producer(self, tokenizer: Tokenizer) -> Producer:
         config = self._config
         environments = [(build_training(env, tokenizer), env) for env in config.env]
+        report_overlap(config, environments)
         limits = [config.policy.model.seq_len] + ([config.value.model.seq_len] if config.value else [])
         return Producer(
             config.orchestrator,

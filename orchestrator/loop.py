@@ -25,6 +25,7 @@ from orchestrator.algorithms import Algorithm
 from orchestrator.checkpointer import Checkpointer
 from orchestrator.critic_grids import CriticGrids
 from orchestrator.evaluate import Evaluator
+from orchestrator.first_fit import check_first_fit
 from orchestrator.metrics import JsonLines, Metrics, rollout_row, scoring_row, trace_row
 from orchestrator.producer import Group, GroupSource
 from orchestrator.publisher import Publisher
@@ -130,6 +131,7 @@ class Loop:
                 return
             await self._record(step, groups)
             samples = self._credit(step, groups)
+            check_first_fit(self._config, step, samples)
             if overlap:
                 await self._critic_done(step - 1 - self._config.orchestrator.max_critic_lag)
                 self._send_critic(step, samples)
@@ -229,6 +231,7 @@ class Loop:
             step=step,
             loss_name=value.loss.type,
             loss_constants=value.loss.loss_constants(),
+            num_mini_batches=value.mini_batches,
             **self._balance(value.packing, has_vocabulary=False),
             **self._identity(step),
         )

@@ -9,17 +9,18 @@ Notable:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 from loguru import logger
 
 from orchestrator.producer import Group
-from services.runtime.durable import write_atomic
 from services.wire.samples import StopReason, Trace, TrainingSample
+
+_CHUNK_BYTES = 2**16
 
 
 class JsonLines:
@@ -44,30 +45,45 @@ class JsonLines:
         """Its size."""
         return self._path.stat().st_size if self._path.exists() else 0
 
-    def cut(
-        self, num_bytes: int, *, also: Callable[[dict[str, Any]], bool] = lambda row: False
-    ) -> list[dict[str, Any]]:
+    def cut(self, num_bytes: int, *, also: Callable[[dict[str, Any]], bool] | None = None) -> None:
         """Go on after so many bytes: what follows them is removed.
 
         Args:
             num_bytes: Whole rows; a shorter file (its end was lost in a crash) loses its last row if that is not whole.
             also: Rows after them that stay.
-
-        Returns:
-            The rows that stay.
         """
         if not self._path.exists():
-            return []
-        data = self._path.read_bytes()
-        kept = data[: data.rfind(b"\n", 0, num_bytes) + 1]
-        rows = [msgspec.json.decode(line, type=dict[str, Any]) for line in kept.splitlines()]
-        for line in data[len(kept) : data.rfind(b"\n") + 1].splitlines():
-            row = msgspec.json.decode(line, type=dict[str, Any])
-            if also(row):
-                rows.append(row)
-                kept += line + b"\n"
-        write_atomic(self._path, kept)
-        return rows
+            return
+        with self._path.open("r+b") as file:
+            end = _end_of_rows(file, min(num_bytes, self.num_bytes))
+            stay: list[bytes] = []
+            if also is not None:
+                file.seek(end)
+                rest = file.read()
+                whole = rest[: rest.rfind(b"\n") + 1].splitlines(keepends=True)
+                stay = [line for line in whole if also(msgspec.json.decode(line))]
+            file.seek(end)
+            file.truncate()
+            file.writelines(stay)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All of them."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                for line in file:
+                    yield msgspec.json.decode(line)
+
+
+def _end_of_rows(file: BinaryIO, end: int) -> int:
+    """Where the last whole row before `end` ends; a file of traces is too large to be read for that."""
+    while end > 0:
+        start = max(0, end - _CHUNK_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
 class Metrics:
@@ -99,10 +115,14 @@ class Metrics:
             step: Finished steps of the commit.
             num_bytes: Size of the file at that time. The commit's own row, which came later, stays as well.
         """
-        rows = self._rows.cut(num_bytes, also=lambda row: row["stream"] == "commit" and row["step"] == step)
-        for row in rows:
+        self._rows.cut(num_bytes, also=lambda row: row["stream"] == "commit" and row["step"] == step)
+        time_s, has_own = 0.0, False
+        for row in self._rows.rows():
             self._remember(row)
-        self._started = time.monotonic() - max((row["time_s"] for row in rows), default=0.0)
+            time_s, has_own = row["time_s"], row["stream"] == "commit" and row["step"] == step
+        self._started = time.monotonic() - time_s
+        if not has_own:  # the earlier start ended before it could write it
+            self.add("commit", step, {})
 
     def _remember(self, row: dict[str, Any]) -> None:
         self.latest[row["stream"]] = row

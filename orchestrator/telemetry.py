@@ -18,6 +18,8 @@ from services.wire.errors import DependencyLost
 
 REFRESH_S = 1.0
 RATE_STEPS = 5
+ALARMS_SHOWN = 20
+"""The newest on the status page."""
 
 
 class Telemetry:
@@ -34,6 +36,7 @@ class Telemetry:
         recorder: Recorder | None,
         *,
         max_steps: int,
+        alarms: list[dict[str, Any]],
     ) -> None:
         self._metrics = metrics
         self._producer = producer
@@ -42,6 +45,7 @@ class Telemetry:
         self._critic_grids = critic_grids
         self._recorder = recorder
         self._max_steps = max_steps
+        self._alarms = alarms
         self._phase = "starting"
         self._phase_since = time.monotonic()
         self._counts: deque[tuple[float, dict[str, int]]] = deque([(time.monotonic(), {})], maxlen=RATE_STEPS + 1)
@@ -100,5 +104,6 @@ class Telemetry:
             "waiting_for": waiting,
             "states": states,
             "tokens_per_s": {name: round(rate, 1) for name, rate in self._rates.items()},
+            "alarms": self._alarms[-ALARMS_SHOWN:],
             "recent_rewards": self._metrics.rewards[-200:],
         }

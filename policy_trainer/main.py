@@ -36,6 +36,7 @@ def run(run_dir: Path) -> None:
             reference=reference,
             weights_dir=context.run_dir / "weights",
             tokenizer_from=Path(context.model_dir),
+            movement_interval_steps=config.monitor.movement_interval_steps,
         )
         part = Part("policy", policy, trainer.optimizer, mesh, ranks, frozenset(backbone.divided), "language_model.")
         if resume(part, board, context, seed=config.seed):

@@ -32,6 +32,7 @@ from services.model.mesh import Mesh
 from services.model.snapshot import save_snapshot, write_snapshot
 from services.training.board import StatusBoard
 from services.training.culprits import Suspect, first_samples, tell_culprits
+from services.training.movement import Movement
 from services.training.optimizer import Optimizer, add_sums
 from services.training.ranks import Ranks
 from services.wire.errors import ContractError
@@ -97,6 +98,7 @@ class PolicyTrainer:
         weights_dir: Path,
         tokenizer_from: Path,
         reference: PolicyModel | None = None,
+        movement_interval_steps: int = 1,
     ) -> None:
         """Take the model over.
 
@@ -110,6 +112,7 @@ class PolicyTrainer:
             tokenizer_from: Folder whose tokenizer goes with every version.
             reference: The run's first model in the same layout; given where `policy.kl.coef` is above 0 and there are
                 no adapters, beneath which it would lie anyway.
+            movement_interval_steps: Of `[monitor]`.
         """
         assert (reference is not None) == (config.kl.coef > 0 and config.lora is None)
         self._policy = policy
@@ -122,6 +125,7 @@ class PolicyTrainer:
         self._config = config
         self._reference = reference
         self._optimizer = Optimizer(policy, config.optim, ranks, warmup_updates=config.warmup.lr_updates)
+        self._movement = Movement(policy, ranks, interval_steps=movement_interval_steps)
         self._updates_before = 0
 
     @property
@@ -145,6 +149,7 @@ class PolicyTrainer:
         everything = [row for _, rows in mini_batches for row in rows]
         old_logprobs = self._old_logprobs(item, everything)
         numbers = first_samples(everything)
+        self._movement.begin(item.header.step)
         for mini_batch, micro_batches in mini_batches:
             divisor = item.header.divisor(mini_batch)
             result = self._optimizer.update(
@@ -161,16 +166,22 @@ class PolicyTrainer:
             num_skipped += not result.applied and mini_batch.tokens > 0
             grad_norm = max(grad_norm, result.grad_norm)
         current = sums.get("current_tokens", 0.0)
-        return summarize(sums | {"denominator": divisors}) | {
-            "policy/entropy": sums.get("entropy_sum", 0.0) / max(tokens, 1),
-            "policy/grad_norm": grad_norm,
-            "policy/lr": self._optimizer.lr,
-            "policy/nonfinite": num_skipped,
-            "policy/empty_batch": int(tokens == 0),
-            "policy/mismatch_tokens": current,
-            "policy/mismatch_mean": sums.get("mismatch_sum", 0.0) / max(current, 1.0),
-            "policy/mismatch_max": sums.get("mismatch_max", 0.0),
-        }
+        moved = {f"policy/moved/{part}": one.relative for part, one in self._movement.end().items()}
+        return (
+            summarize(sums | {"denominator": divisors})
+            | moved
+            | {
+                "policy/entropy": sums.get("entropy_sum", 0.0) / max(tokens, 1),
+                "policy/grad_norm": grad_norm,
+                "policy/lr": self._optimizer.lr,
+                "policy/nonfinite": num_skipped,
+                "policy/empty_batch": int(tokens == 0),
+                "policy/mismatch_tokens": current,
+                "policy/mismatch_log_ratio": sums.get("mismatch_log_ratio_sum", 0.0) / max(current, 1.0),
+                "policy/mismatch_mean": sums.get("mismatch_sum", 0.0) / max(current, 1.0),
+                "policy/mismatch_max": sums.get("mismatch_max", 0.0),
+            }
+        )
 
     def after_step(self, step: int) -> None:
         """Publish version step + 1: every rank gives its shards, rank 0 writes."""
@@ -242,7 +253,7 @@ class PolicyTrainer:
         if old is not None:  # the loss saw another ratio than that to the rollout
             sums["kl_rollout_sum"] = (rollout - logprobs.detach()).double().sum()
         own = {name: float(value) for name, value in sums.items()}
-        return loss, own | self._mismatch(micro_batch, item, row, (logprobs.detach() - rollout).abs().double())
+        return loss, own | self._mismatch(micro_batch, item, row, (logprobs.detach() - rollout).double())
 
     def _outputs(self, row: _Row, item: GridItem) -> _Outputs:
         entropy_gradient = self._config.entropy_coef > 0
@@ -301,15 +312,16 @@ class PolicyTrainer:
         return tell_culprits(item.header.step, suspects)
 
     def _mismatch(self, micro_batch: MicroBatch, item: GridItem, row: _Row, gap: torch.Tensor) -> dict[str, float]:
-        """Sums over the loss tokens that the version in training sampled itself, of |trainer - engine| `gap [n]`."""
+        """Sums over the loss tokens that the version in training sampled itself, of trainer - engine, `gap [n]`."""
         if self._optimizer.num_updates > self._updates_before:
             return {}  # an earlier mini-batch has moved the weights: they are no longer those that sampled
         current = self._sampled_by(item.header.policy_version, micro_batch, row.layout.num_tokens)[row.positions]
         gap = gap[current]
         return {
             "current_tokens": float(current.sum()),
-            "mismatch_sum": float(gap.sum()),
-            "mismatch_max": float(gap.max()) if len(gap) else 0.0,
+            "mismatch_log_ratio_sum": float(gap.sum()),
+            "mismatch_sum": float(gap.abs().sum()),
+            "mismatch_max": float(gap.abs().max()) if len(gap) else 0.0,
         }
 
     def _sampled_by(self, version: int, micro_batch: MicroBatch, num_tokens: int) -> torch.Tensor:

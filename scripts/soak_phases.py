@@ -35,6 +35,7 @@ SMALL = (
     *("--checkpoint.interval_steps", str(INTERVAL_STEPS)),
     # long enough to be seen
     *("--value.updates_per_batch", str(UPDATES_PER_BATCH), "--policy.mini_batches", "4"),
+    *("--inference.max_num_seqs", "4"),
 )
 POLL_S = 0.002
 _PHASE_DEADLINE_S = 150.0
@@ -229,7 +230,7 @@ def is_on(phase: str, run: Run, *, without: str = "") -> bool | None:
             if without == "orchestrator":
                 return None
             page = ask("orchestrator")
-            return page is not None and page["phase"] == "rollouts" and page["in_flight"] > 0
+            return page is not None and page["in_flight"] > 0  # the batch before may be training meanwhile
         case "score" | "critic-step" | "policy-step":
             service = "policy" if phase == "policy-step" else "critic"
             if without == service:
@@ -261,7 +262,7 @@ class Hit:
     """How a process was killed."""
 
     step: int
-    """Batches that had been collected."""
+    """Batches that had been collected when the look-out for the phase began."""
     confirmed: bool
     """Was the phase still on with the victim frozen; False where only its own last word says so."""
     word_age_ms: float
@@ -270,8 +271,8 @@ class Hit:
     """On the monotonic clock."""
 
 
-def kill_in(run: Run, victim: Victim, phase: str, dice: random.Random) -> Hit:
-    """Wait until the run is in a phase and end the victim there.
+def kill_in(run: Run, victim: Victim, phase: str, dice: random.Random, latest: int) -> Hit:
+    """Wait until the run is in a phase and end the victim there, looking out from one of the steps 1 to `latest` on.
 
     Raises:
         Missed: It never was, as far as could be seen.
@@ -283,13 +284,13 @@ def kill_in(run: Run, victim: Victim, phase: str, dice: random.Random) -> Hit:
         return _kill_while_loading(run, victim, pid, dice)
     step = 0
     if phase not in ("idle", "drain"):
-        wanted = dice.randint(1, MAX_STEPS - 2)
+        wanted = dice.randint(1, latest)
         while step < wanted:
             page = run.pages["orchestrator"].ask()
             step = page["step"] if page is not None else 0
             _pause(run, until)
     if phase == "drain":
-        delay_s = dice.uniform(0.0, 0.3)
+        delay_s = dice.uniform(0.0, 0.2)
         while not is_on(phase, run):
             _pause(run, until)
         time.sleep(delay_s)
@@ -316,7 +317,7 @@ def _wait_for_pid(run: Run, victim: Victim, until: float) -> int:
 def _kill_while_loading(run: Run, victim: Victim, pid: int, dice: random.Random) -> Hit:
     """At any moment up to when what the victim belongs to, or for the launcher and orchestrator anybody, is ready."""
     belongs_to = {"value": "critic", "policy": "policy", "inference": "inference"}.get(victim.process, "policy")
-    time.sleep(dice.uniform(0.0, 4.0))
+    time.sleep(dice.uniform(0.0, 6.0))
     asked = time.monotonic()
     page = run.pages[belongs_to].ask()
     if page is not None and page.get("state") != "loading":
@@ -340,11 +341,8 @@ def _freeze(run: Run, pid: int) -> None:
 
 
 def _strike(run: Run, pid: int, step: int, confirmed: bool, asked: float) -> Hit:
-    if pid == run.process.pid and run.process.poll() is not None:
-        raise Missed("the launcher had ended")
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        raise Missed("the process had ended") from None
+    if (pid == run.process.pid and run.process.poll() is not None) or not environment(pid):
+        raise Missed("the process had ended")  # one that nobody has reaped yet has no environment either
+    os.kill(pid, signal.SIGKILL)
     now = time.monotonic()
     return Hit(step, confirmed, 1000 * (now - asked), now)

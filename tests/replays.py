@@ -116,7 +116,7 @@ def tensor_differences(folder: Path, other: Path) -> Iterator[str]:
     assert {"parameters", "exp_avg", "exp_avg_sq", "rng"} <= kinds, f"nothing of some kind to compare: {kinds}"
     yield from (f"{folder.name}: {name} is there once" for name in sorted(tensors.keys() ^ others.keys()))
     for name in sorted(tensors.keys() & others.keys()):
-        if not name.startswith("rng") and not torch.equal(tensors[name], others[name]):
+        if not torch.equal(tensors[name], others[name]):
             yield f"{folder.name}: {name}"
     if json.loads((folder / "state.json").read_text()) != json.loads((other / "state.json").read_text()):
         yield f"{folder.name}: state.json"
@@ -124,7 +124,7 @@ def tensor_differences(folder: Path, other: Path) -> Iterator[str]:
 
 def random_state_differences(run: Path, early: int, late: int) -> Iterator[str]:
     """Random state that a start from the commit of step `early` did not take over. A trainer draws nothing while it
-    trains, so that at step `late` it still is what it was; two runs' states are not the same, as nobody seeds them."""
+    trains, so that at step `late` it still is what it was."""
     commits = Commits(run / "checkpoints")
     for role in sorted({*commits.load(early).roles} - {state.ROLE}):
         before, after = (tensors_of(commits.load(step).role(role)) for step in (early, late))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from fastapi import FastAPI, Request, Response
 
@@ -30,6 +31,7 @@ from services.training.board import StatusBoard
 from services.training.control import ServerThread, control_app
 from services.transport.grid_receiver import GridReceiver
 from services.wire.grids import GridItem, Stream
+from services.wire.scoring import MEDIA_TYPE, ScoredBatch, decode_request, encode_reply
 from tests.runs import read_lines
 
 RUN = {"run_id": "run", "epoch": 1}
@@ -139,18 +141,15 @@ class Group:
         app = control_app(self.board, title=self.stream)
 
         @app.post("/v1/score")
-        async def score(request: Request) -> dict[str, Any]:
+        async def score(request: Request) -> Response:
             self.num_scoring += 1
             self.most_scoring = max(self.most_scoring, self.num_scoring)
-            lengths = [len(ids) for ids in (await request.json())["batched_token_ids"]]
+            batch = decode_request(await request.body())
             await asyncio.sleep(self.score_s)
             self.num_scoring -= 1
-            values = [[0.0] * length for length in lengths]
-            return {
-                "values": values,
-                "bootstrap_values": [0.0] * len(lengths),
-                "critic_step": self.board.steps_done,
-            }
+            values, bootstrap_values = np.zeros(len(batch.token_ids)), np.zeros(len(batch.lengths))
+            scored = ScoredBatch(batch.lengths, values, bootstrap_values, self.board.steps_done)
+            return Response(encode_reply(scored), media_type=MEDIA_TYPE)
 
         @app.post("/checkpoint")
         async def checkpoint(request: Request) -> Response:

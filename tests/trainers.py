@@ -50,9 +50,9 @@ def trainer_of(
     )
 
 
-def updater_of(critic: Critic, config: ValueConfig) -> Updater:
+def updater_of(critic: Critic, config: ValueConfig, **options: Any) -> Updater:
     """A critic's updater in one process."""
-    return Updater(critic, Ranks(), Mesh(), config)
+    return Updater(critic, Ranks(), Mesh(), config, **options)
 
 
 def hidden_of(model: PreTrainedModel) -> Hidden:

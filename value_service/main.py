@@ -10,6 +10,7 @@ from loguru import logger
 
 from services.config.context import load_run
 from services.model.shard import whole_tensor
+from services.runtime.auth import read_token
 from services.runtime.lifecycle import install_stop_handlers, run_process
 from services.training.assemble import check_model, join_group, resume, serve_group
 from services.training.control import ServerThread
@@ -17,6 +18,8 @@ from services.training.parts import Part, divided_in_critic
 from services.training.saver import Saver
 from value_service.app import score_app
 from value_service.build import build_critic
+from value_service.commands import CriticCommands
+from value_service.loader import Loader
 from value_service.scorer import Scorer
 from value_service.updater import Updater
 
@@ -31,13 +34,15 @@ def run(run_dir: Path) -> None:
         backbone, critic = build_critic(config, context, mesh)
         check_model(backbone, critic.hidden, ranks, head=whole_tensor(critic.head.weight))
         scorer = Scorer(critic, ranks, mesh, board, seq_len=config.value.model.seq_len)
-        updater = Updater(critic, ranks, mesh, config.value)
+        interval_steps = config.monitor.movement_interval_steps
+        updater = Updater(critic, ranks, mesh, config.value, movement_interval_steps=interval_steps)
         part = Part("critic", critic, updater.optimizer, mesh, ranks, divided_in_critic(backbone))
         if resume(part, board, context, seed=config.seed):
             norm = float(whole_tensor(critic.head.weight).norm())
             if ranks.rank == 0:
                 logger.info("value head: loaded from {}, norm {:.6g}", context.commit_dir, norm)
     saver = Saver(part, board, context.run_dir)
+    loader = Loader(part, board, config.value, Path(context.model_dir), backbone.model.config)
     server = None
     if ranks.rank == 0:
         app = score_app(
@@ -47,8 +52,10 @@ def run(run_dir: Path) -> None:
             vocab_size=backbone.model.config.vocab_size,
             model_name=config.run.name,
             saver=saver,
+            loader=loader,
+            token=read_token(config.value.token_file, make=True) if config.value.token_file else None,
         )
-        server = ServerThread(app, context.value_url)
+        server = ServerThread(app, context.value_url, body_deadline_s=config.value.body_deadline_s)
     serve_group(
         updater,
         ranks,
@@ -61,7 +68,7 @@ def run(run_dir: Path) -> None:
         stop=stop,
         server=server,
         saver=saver,
-        source=scorer,
+        source=CriticCommands(scorer, loader),
     )
 
 

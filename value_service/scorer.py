@@ -25,7 +25,7 @@ from services.packing.plan import pack
 from services.training.board import StatusBoard
 from services.training.ranks import Ranks
 from services.wire.errors import NonFiniteError
-from services.wire.messages import ScoreReply
+from services.wire.scoring import ScoredBatch, TokenBatch
 
 FORWARDS_PER_COMMAND = 4
 """Token budget of one command, in bins of seq_len per data rank: a waiting grid never waits for more."""
@@ -35,16 +35,16 @@ FORWARDS_PER_COMMAND = 4
 class ScoreJob:
     """One HTTP request on its way through the queue."""
 
-    branches: list[list[int]]
+    batch: TokenBatch
     loop: asyncio.AbstractEventLoop
-    reply: asyncio.Future[ScoreReply]
+    reply: asyncio.Future[ScoredBatch]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all branches."""
-        return sum(len(branch) for branch in self.branches)
+        return len(self.batch.token_ids)
 
-    def resolve(self, reply: ScoreReply | Exception) -> None:
+    def resolve(self, reply: ScoredBatch | Exception) -> None:
         """Hand the outcome to the request's event loop, from any thread."""
 
         def deliver() -> None:
@@ -104,9 +104,8 @@ class Scorer:
                 job = self._queue.popleft()
                 tokens += job.num_tokens
                 self._running.append(job)
-        branches = [branch for job in self._running for branch in job.branches]
-        lengths = np.array([len(branch) for branch in branches], dtype="<u4")
-        token_ids = np.array([token for branch in branches for token in branch], dtype="<u4")
+        lengths = np.concatenate([job.batch.lengths for job in self._running])
+        token_ids = np.concatenate([job.batch.token_ids for job in self._running])
         bins = pack(lengths.tolist(), seq_len=self._seq_len, num_data_ranks=self._mesh.num_data_ranks)
         return {"kind": self.kind, "lengths": lengths.tobytes(), "token_ids": token_ids.tobytes(), "bins": bins}
 
@@ -125,9 +124,9 @@ class Scorer:
         own = torch.cat(outputs) if outputs and self._mesh.cp_rank == 0 else torch.zeros(0)
         gathered = self._ranks.gather_f32(own, sizes)
         if self._ranks.rank == 0:
-            self._answer(gathered[::cp], bins, lengths)
             self._board.add(num_forwards=len(bins[0]), num_scored_tokens=len(token_ids))
             self._board.progress()
+            self._answer(gathered[::cp], bins, lengths)
 
     @torch.no_grad()
     def _run_bin(self, own: list[int], token_ids: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> torch.Tensor:
@@ -144,22 +143,31 @@ class Scorer:
         return torch.cat([part for v, b in pieces for part in (v, b[None])]).float().cpu()
 
     def _answer(self, gathered: list[torch.Tensor], bins: list[list[list[int]]], lengths: np.ndarray) -> None:
-        values: list[list[float]] = [[] for _ in lengths]
-        bootstraps = [0.0] * len(lengths)
+        ends = np.cumsum(lengths)
+        values = np.zeros(int(ends[-1]), dtype="<f4")  # [T]
+        bootstraps = np.zeros(len(lengths), dtype="<f4")  # [S]
         for flat, rank_bins in zip(gathered, bins, strict=True):
-            order = [i for own in rank_bins for i in own]
-            numbers, offset = flat.tolist(), 0
-            for i in order:
+            numbers, offset = flat.numpy(), 0
+            for i in (i for own in rank_bins for i in own):
                 end = offset + int(lengths[i])
-                values[i], bootstraps[i], offset = numbers[offset:end], numbers[end], end + 1
-        critic_step, first = self._board.steps_done, 0
+                values[ends[i] - lengths[i] : ends[i]] = numbers[offset:end]
+                bootstraps[i], offset = numbers[end], end + 1
+        critic_step, first, first_token = self._board.steps_done, 0, 0
         for job in self._running:
-            last = first + len(job.branches)
-            reply = ScoreReply(values[first:last], bootstraps[first:last], critic_step)
-            job.resolve(reply if _finite(reply) else NonFiniteError("the critic produced a non-finite value"))
-            first = last
+            last, last_token = first + len(job.batch.lengths), first_token + job.num_tokens
+            own = slice(first, last)
+            scored = ScoredBatch(job.batch.lengths, values[first_token:last_token], bootstraps[own], critic_step)
+            job.resolve(scored if _finite(scored) else NonFiniteError(_culprit(scored)))
+            first, first_token = last, last_token
         self._running = []
 
 
-def _finite(reply: ScoreReply) -> bool:
-    return bool(np.isfinite(reply.bootstrap_values).all()) and all(np.isfinite(v).all() for v in reply.values)
+def _finite(scored: ScoredBatch) -> bool:
+    return bool(np.isfinite(scored.bootstrap_values).all() and np.isfinite(scored.values).all())
+
+
+def _culprit(scored: ScoredBatch) -> str:
+    """Which branch cannot be answered."""
+    pairs = zip(scored.branches(), scored.bootstrap_values, strict=True)
+    bad = [not (np.isfinite(values).all() and np.isfinite(bootstrap)) for values, bootstrap in pairs]
+    return f"the critic produced a non-finite value in branch {bad.index(True)} ({sum(bad)} of {len(bad)})"

@@ -2,8 +2,10 @@
 
 Notable:
 - The targets are the grid's; nothing recomputes them between the K updates.
-- `value/explained_variance` and `value/loss` are those of the first update's forward (pre-update values), pooled over
-  all ranks by f64 moments; `..._at_scoring` uses the values that fed the advantages.
+- `value/explained_variance` and `value/loss` are those of the first pass over the batch, pooled over all ranks by f64
+  moments: every token's value is from before an update has seen it. `..._at_scoring` uses the values that fed the
+  advantages.
+- Each of the K passes makes one update a mini-batch.
 - A target that holds the critic's own value at a cut trains like any other, but counts in no measure of fit: explained
   variance, Brier score and calibration would find the critic in agreement with itself.
 - The loss sees the head's outputs, everything measured the one value a token that scoring returns too.
@@ -16,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from services.config.train import ValueConfig
@@ -24,26 +27,40 @@ from services.model.head import Critic, values_before_tokens
 from services.model.layout import PackedLayout
 from services.model.mesh import Mesh
 from services.training.culprits import Suspect, first_samples, tell_culprits
-from services.training.optimizer import HeadOnly, Optimizer, UpdateResult
+from services.training.movement import Movement
+from services.training.optimizer import HeadOnly, Optimizer, UpdateResult, add_sums
 from services.training.ranks import Ranks
 from services.wire.grids import GridItem, MicroBatch, MiniBatch
-from value_service.losses import FitMoments, TraceFit, ValueLoss, summarize
+from value_service.losses import FitMoments, Moments, TraceFit, ValueLoss, summarize
 from value_service.losses.measures import calibration_sums, trace_fit
 
 
 @dataclass
 class _Fits:
-    """Moments of the first update's forward, over this rank's micro-batches."""
+    """Moments of the first pass over the batch, over this rank's micro-batches."""
 
     tokens: FitMoments = field(default_factory=FitMoments)
     at_scoring: FitMoments = field(default_factory=FitMoments)
     by_trace: TraceFit = field(default_factory=TraceFit)
+    values: Moments = field(default_factory=Moments)
+    """of the values at all loss tokens"""
 
 
 class Updater:
     """The critic's trainer, on every rank."""
 
-    def __init__(self, critic: Critic, ranks: Ranks, mesh: Mesh, config: ValueConfig) -> None:
+    def __init__(
+        self, critic: Critic, ranks: Ranks, mesh: Mesh, config: ValueConfig, *, movement_interval_steps: int = 1
+    ) -> None:
+        """Take the critic over.
+
+        Args:
+            critic: In its layout.
+            ranks: The group.
+            mesh: The layout.
+            config: Its section.
+            movement_interval_steps: Of `[monitor]`.
+        """
         self._critic = critic
         self._ranks = ranks
         self._mesh = mesh
@@ -55,6 +72,7 @@ class Updater:
             warmup_updates=config.warmup.lr_updates,
             head_only=HeadOnly(config.warmup.head_only_updates, is_head),
         )
+        self._movement = Movement(critic, ranks, interval_steps=movement_interval_steps, always=("head",))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -68,22 +86,52 @@ class Updater:
             ContractError: when the header's loss does not exist, or does not fit the critic's head.
         """
         self._loss = ValueLoss(item.header.loss_name, item.header.loss_constants, self._critic.head.points)
-        row: dict[str, Any] = {}
-        num_skipped = 0
+        sums: dict[str, float] = {}
+        num_skipped, grad_norm, fits = 0, 0.0, _Fits()
         self._step = item.header.step
         mini_batches = list(item.mini_batches())
         self._first_samples = first_samples(m for _, micro_batches in mini_batches for m in micro_batches)
+        self._movement.begin(self._step)
         for update in range(self._config.updates_per_batch):
-            for number, (mini_batch, micro_batches) in enumerate(mini_batches):
-                self._fits = _Fits() if update == 0 and number == 0 else None
+            self._fits = fits if update == 0 else None
+            for mini_batch, micro_batches in mini_batches:
                 result = self._update(mini_batch, micro_batches)
-                num_skipped += not result.applied
-                if self._fits is not None:
-                    row = self._first_row(mini_batch, result, self._fits)
-        row["value/updates"] = self._optimizer.num_updates
-        row["value/lr"] = self._optimizer.lr
-        row["value/nonfinite"] = 0 if row["value/empty_batch"] else num_skipped
-        return row
+                num_skipped += not result.applied and mini_batch.tokens > 0
+                if update == 0:
+                    add_sums(sums, result.sums)
+                    grad_norm = max(grad_norm, result.grad_norm)
+        num_tokens = sum(mini_batch.tokens for mini_batch, _ in mini_batches)
+        moved = self._movement.end()
+        return (
+            self._fit_row({"tokens": float(num_tokens)} | sums, fits)
+            | {
+                "value/grad_norm": grad_norm,
+                "value/updates": self._optimizer.num_updates,
+                "value/lr": self._optimizer.lr,
+                "value/nonfinite": num_skipped,
+                "value/head_norm": moved["head"].norm,
+            }
+            | {f"value/moved/{part}": one.relative for part, one in moved.items()}
+        )
+
+    @torch.no_grad()
+    def measure(self, item: GridItem) -> tuple[FitMoments, TraceFit, dict[str, float]]:
+        """Fit on a grid that trains nothing: this rank's moments and sums. Every rank calls it.
+
+        Raises:
+            ContractError: as of `train`.
+        """
+        self._loss = ValueLoss(item.header.loss_name, item.header.loss_constants, self._critic.head.points)
+        fits, sums = _Fits(), dict[str, float]()
+        self._fits = fits
+        for mini_batch, micro_batches in item.mini_batches():
+            for micro_batch in micro_batches:
+                if micro_batch.is_dummy:
+                    self._dummy_outputs()
+                else:
+                    add_sums(sums, self._loss_of(micro_batch, max(mini_batch.tokens, 1))[1])
+        self._fits = None
+        return fits.tokens, fits.by_trace, sums
 
     def after_step(self, step: int) -> None:
         """Nothing to publish."""
@@ -181,16 +229,21 @@ class Updater:
         if not bool(torch.isfinite(values[acting]).all()):  # then the vote refuses the update
             return totals
         fits.tokens = fits.tokens.merge(FitMoments.of(returns[mask], values[mask]))
+        fits.values = fits.values.merge(Moments.of(values[trained]))
         by_trace, sums = trace_fit(values, returns, acting, mask, lengths)
         fits.by_trace = fits.by_trace.merge(by_trace)
         low, high = self._loss.value_range
         return totals | sums | calibration_sums(values[mask], returns[mask], low=low, high=high)
 
-    def _first_row(self, mini_batch: MiniBatch, result: UpdateResult, fits: _Fits) -> dict[str, Any]:
+    def _fit_row(self, sums: dict[str, float], fits: _Fits) -> dict[str, Any]:
+        """What the first pass says, over all ranks."""
         tokens, at_scoring, means, first = (
             FitMoments.pooled(self._ranks.gather_f64(fit.to_list()))
             for fit in (fits.tokens, fits.at_scoring, fits.by_trace.means, fits.by_trace.first)
         )
-        sums = {"tokens": float(mini_batch.tokens)} | result.sums
-        row = summarize(sums, tokens, at_scoring, TraceFit(means, first))
-        return row | {"value/grad_norm": result.grad_norm}
+        values = Moments()
+        for flat in self._ranks.gather_f64(fits.values.to_list()):
+            values = values.merge(Moments.from_list(flat))
+        shares = self._ranks.gather_bytes(np.array(fits.by_trace.pairs, dtype="<f8").tobytes())
+        pairs = np.frombuffer(b"".join(shares), dtype="<f8").reshape(-1, 2).tolist()
+        return summarize(sums, tokens, at_scoring, TraceFit(means, first, tuple((y, v) for y, v in pairs)), values)

@@ -183,9 +183,31 @@ def credit_metrics(samples: Iterable[TrainingSample]) -> dict[str, float]:
         flat = np.concatenate(advantages)
         metrics["credit/advantage_mean"] = float(flat.mean())
         metrics["credit/advantage_abs_mean"] = float(np.abs(flat).mean())
+        metrics |= _failed_to_successful(samples)
     if sum(len(array) for array in returns):
         metrics["credit/return_mean"] = float(np.concatenate(returns).mean())
     return metrics
+
+
+def _failed_to_successful(samples: list[TrainingSample]) -> dict[str, float]:
+    """Mean |advantage| a token of failed traces over that of successful ones (arXiv 2608.02181); {} without both.
+
+    Successful is a reward above the middle between the batch's lowest and highest.
+    """
+    sizes = [
+        (sample.reward, np.abs(sample.advantages[sample.branch.action_mask]))
+        for sample in samples
+        if sample.advantages is not None and sample.branch.action_mask.any()
+    ]
+    rewards = [reward for reward, _ in sizes]
+    middle = (min(rewards) + max(rewards)) / 2
+    means = []
+    for is_successful in (False, True):
+        own = [size for reward, size in sizes if (reward > middle) == is_successful]
+        if not own:
+            return {}
+        means.append(float(np.concatenate(own).mean()))
+    return {"credit/advantage_abs_ratio": means[0] / means[1]} if means[1] > 0 else {}
 
 
 def lambda_metrics(lambdas: list[float]) -> dict[str, float]:

@@ -119,18 +119,32 @@ class PrefixedEnvironment:
         Raises:
             PrefixMismatch: it did not get to where the recorded one was.
         """
-        prefix = self._prefixes[index]
-        recorded = prefix.token_ids.tolist()
-        turns = segments_of(recorded, prefix.action_mask)[1::2]
-        restored = self._environment.restore(prefix.index, seed, turns)
-        said = list(restored.episode.prompt_ids)
-        for turn, observation in zip(turns, restored.observations, strict=True):
-            said += [*turn, *observation]
-        try:
-            check_prefix(said, recorded)
-        except ContractError as error:
-            raise PrefixMismatch(f"{self.task_id(index)}: {error}") from error
-        return ContinuedEpisode(restored.episode, recorded, len(turns))
+        return continue_from(self._environment, self._prefixes[index], seed, name=self.task_id(index))
+
+
+def continue_from(environment: RestorableEnvironment, prefix: Prefix, seed: int, *, name: str) -> ContinuedEpisode:
+    """Bring an environment to where a recorded trace was cut.
+
+    Args:
+        environment: Of the recorded trace.
+        prefix: The trace up to its cut.
+        seed: For an environment with a chance of its own.
+        name: Of the prefix, for the error.
+
+    Raises:
+        PrefixMismatch: it did not get there.
+    """
+    recorded = prefix.token_ids.tolist()
+    turns = segments_of(recorded, prefix.action_mask)[1::2]
+    restored = environment.restore(prefix.index, seed, turns)
+    said = list(restored.episode.prompt_ids)
+    for turn, observation in zip(turns, restored.observations, strict=True):
+        said += [*turn, *observation]
+    try:
+        check_prefix(said, recorded)
+    except ContractError as error:
+        raise PrefixMismatch(f"{name}: {error}") from error
+    return ContinuedEpisode(restored.episode, recorded, len(turns))
 
 
 def _read(config: EnvConfig, environment: Environment) -> list[Prefix]:

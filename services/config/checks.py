@@ -7,10 +7,7 @@ Notable:
 
 from __future__ import annotations
 
-import glob
 import os
-import re
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,8 @@ from services.config.env_settings import ROUNDING, prefix_problems, reward_probl
 from services.config.exported import init_from_problems, policy_problem
 from services.config.layers import Layers, Problem
 from services.config.layout import layout_problems
+from services.config.listener import listener_problems
+from services.config.machine import can_bind, num_gpus
 from services.config.model_path import max_positions, missing_sizes, model_folder, model_problem
 from services.config.parts import training_problems
 from services.config.schema import Config
@@ -52,20 +51,23 @@ class Finding:
     """Further paths the check depends on."""
 
 
-def check(config: Config, layers: Layers, broken: set[KeyPath]) -> list[Problem]:
+def check(
+    config: Config, layers: Layers, broken: set[KeyPath], *, about: Callable[[Finding], bool] = lambda finding: True
+) -> list[Problem]:
     """Run all cross-checks.
 
     Args:
         config: A validated config, possibly with placeholders.
         layers: Knows where each value came from.
         broken: Paths that already have a problem of their own.
+        about: Which findings count, where only a part of a run is to start.
     """
     findings = [finding for each in _CHECKS for finding in each(config)]
     findings += _value_gpus_without_value(config, layers)
     return [
         Problem(layers.where(finding.path), finding.path, finding.what, finding.fix)
         for finding in findings
-        if not any(_is_broken(path, broken) for path in (finding.path, *finding.reads))
+        if about(finding) and not any(_is_broken(path, broken) for path in (finding.path, *finding.reads))
     ]
 
 
@@ -143,9 +145,10 @@ def _batch(config: Config) -> Iterator[Finding]:
         what = f"{orchestrator.batch_size} is not a multiple of orchestrator.group_size = {group}"
         yield Finding(batch_key, what, f"give {up}, or another group size", (group_key,))
     num_groups = orchestrator.batch_size // group
-    if config.policy.mini_batches > max(1, num_groups):
-        what = f"{config.policy.mini_batches} mini-batches of whole groups, but a batch has {num_groups} groups"
-        yield Finding(("policy", "mini_batches"), what, f"give at most {num_groups}", (group_key, batch_key))
+    for name, role in (("policy", config.policy), ("value", config.value)):
+        if role is not None and role.mini_batches > max(1, num_groups):
+            what = f"{role.mini_batches} mini-batches of whole groups, but a batch has {num_groups} groups"
+            yield Finding((name, "mini_batches"), what, f"give at most {num_groups}", (group_key, batch_key))
     if orchestrator.max_concurrent_rollouts < group:
         what = f"{orchestrator.max_concurrent_rollouts} is less than one group of {group}"
         key = ("orchestrator", "max_concurrent_rollouts")
@@ -272,9 +275,9 @@ def _layouts(config: Config) -> Iterator[Finding]:
     roles = [("policy", config.policy.model, deployment.num_policy_gpus)]
     if config.value is not None:
         roles.append(("value", config.value.model, deployment.num_value_gpus))
-    for role, layout, num_gpus in roles:
+    for role, layout, num_ranks in roles:
         key = ("deployment", f"num_{role}_gpus")
-        for path, what, fix, reads in layout_problems(role, layout, num_gpus, key, config.model.path):
+        for path, what, fix, reads in layout_problems(role, layout, num_ranks, key, config.model.path):
             yield Finding(path, what, fix, reads)
 
 
@@ -311,10 +314,15 @@ def _ports(config: Config) -> Iterator[Finding]:
         if port in seen:
             fix = "give each its own, or remove them so that ports are chosen"
             yield Finding(path, f"port {port} is also {dotted(seen[port])}", fix, (seen[port],))
-        elif not _can_bind(port):
+        elif not can_bind(port):
             fix = "free it, give another, or remove the key so that a port is chosen"
             yield Finding(path, f"port {port} is taken on 127.0.0.1", fix)
         seen.setdefault(port, path)
+
+
+def _listener(config: Config) -> Iterator[Finding]:
+    for key, what, fix, others in listener_problems(config.value) if config.value is not None else ():
+        yield Finding(("value", key), what, fix, tuple(("value", other) for other in others))
 
 
 def _deadlines(config: Config) -> Iterator[Finding]:
@@ -354,24 +362,6 @@ def _engine(config: Config) -> Iterator[Finding]:
         yield Finding(("inference", "engine"), f"vLLM's interpreter {python} does not exist", fix, (written,))
 
 
-def num_gpus() -> int:
-    """GPUs of this machine, or those that CUDA_VISIBLE_DEVICES leaves; counted without a CUDA library."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)])
-
-
-def _can_bind(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 def _is_broken(path: KeyPath, broken: set[KeyPath]) -> bool:
     return any(path[: len(bad)] == bad for bad in broken)
 
@@ -393,6 +383,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _model,
     _init_from,
     _ports,
+    _listener,
     _deadlines,
     _devices,
     _engine,

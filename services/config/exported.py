@@ -27,6 +27,10 @@ from services.config.train import MseConfig, ValueLossConfig
 FACTS_FILE = "counterpoint.json"
 HEAD_FILE = "value_head.safetensors"
 """`weight`, `bias` and `points` of a critic whose architecture has no class for token classification."""
+PROMPTS_FILE = "corpus_prompts.bin"
+"""Hashes of the prompts that a critic was pretrained on: u64 little-endian, ascending."""
+MAX_PROMPT_HASHES = 100_000
+"""The least ones are kept: a sample of all prompts, large enough to tell how far two sets of them overlap."""
 _FOREIGN_HEADS = frozenset({"score", "classifier", "v_head", "value_head", "reward_head", "qa_outputs"})
 _SHAPE_KEYS = (
     "model_type",
@@ -80,8 +84,24 @@ class PolicyFacts(Section):
     tokenizer_sha256: str
 
 
+class CorpusFacts(Section):
+    """What a critic was pretrained on."""
+
+    rows: int
+    """Held-out ones included, as everywhere here."""
+    prompts: int
+    """Different ones; hashes of them (of the least, where there are many) are in `corpus_prompts.bin`."""
+    policies: list[str]
+    """Who sampled the rows."""
+    held_out_explained_variance: float | None = None
+    """At the end, over the tokens of all held-out rows; None where nothing was held out, or it is undefined."""
+
+
 class CriticFacts(Section):
-    """`counterpoint.json` of an exported critic; its `config.json` holds the same under the key "counterpoint"."""
+    """`counterpoint.json` of an exported critic.
+
+    Its `config.json` holds the same, but for the corpus, under the key "counterpoint".
+    """
 
     format: Literal[1] = 1
     role: Literal["critic"] = "critic"
@@ -98,6 +118,8 @@ class CriticFacts(Section):
     run: str
     source: str
     tokenizer_sha256: str
+    corpus: CorpusFacts | None = None
+    """Of a critic from `counterpoint pretrain-value`."""
 
 
 def support_of_loss(loss: ValueLossConfig) -> HeadSupport:

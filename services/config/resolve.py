@@ -10,20 +10,25 @@ Notable:
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.config.checks import check
-from services.config.layers import Layers, leaves
+from services.config.checks import Finding, check
+from services.config.layers import Layers, Problem, leaves
 from services.config.schema import Config
 from services.config.toml_lines import KeyPath, dotted
 from services.config.validate import validate
 from services.wire.errors import ConfigError
 
 DEFAULT_LR = 1e-6
+_OF_A_CRITIC = ("seed", "run", "model", "value", "runtime", "monitor")
+"""What a value service reads when it is alone, besides its number of ranks."""
+_FOR_A_CRITIC: dict[str, Any] = {"algorithm": {"type": "sao"}, "env": [{"type": "add"}]}
+"""Tables that every run needs and a value service alone does not look at."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,15 @@ class Resolved:
             yield dotted(path), value, self.origins.get(path, "default")
 
 
-def resolve(paths: Sequence[str | Path], overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
+def resolve(
+    paths: Sequence[str | Path], overrides: Sequence[tuple[str, str]] = (), *, only_critic: bool = False
+) -> Resolved:
     """Resolve a run's configuration.
 
     Args:
         paths: TOML files; later ones win.
         overrides: Dotted key and text, as typed after `--`; these win over files.
+        only_critic: A value service alone is to start: no other table is needed, and nothing else is checked.
 
     Raises:
         ConfigError: With one line per problem: `file:line: section.key: what is wrong; fix: what to do`.
@@ -59,12 +67,27 @@ def resolve(paths: Sequence[str | Path], overrides: Sequence[tuple[str, str]] = 
     _fill_shared(layers, Path(paths[0]).stem if paths else "run")
     if unreadable and not layers.data.keys() & {"model", "algorithm", "env"}:
         raise ConfigError([str(problem) for problem in layers.problems])  # nothing more can be known
+    if only_critic:
+        _fill_for_critic(layers)
     config, broken = validate(layers)
     if config is not None:
-        layers.problems += check(config, layers, broken)
+        layers.problems += check(config, layers, broken, about=_is_of_critic if only_critic else lambda finding: True)
     if layers.problems or config is None:
         raise ConfigError(sorted({str(problem): None for problem in layers.problems}, key=_by_place))
     return Resolved(config, layers.origins)
+
+
+def _fill_for_critic(layers: Layers) -> None:
+    for key, table in _FOR_A_CRITIC.items():
+        layers.data.setdefault(key, copy.deepcopy(table))
+    if "value" not in layers.data:
+        what, fix = "there is no critic to serve", "add a [value] table; it may be empty"
+        layers.problems.append(Problem(layers.fallback, ("value",), what, fix))
+
+
+def _is_of_critic(finding: Finding) -> bool:
+    paths = (finding.path, *finding.reads)
+    return all(path[0] in _OF_A_CRITIC or path == ("deployment", "num_value_gpus") for path in paths)
 
 
 def _fill_shared(layers: Layers, stem: str) -> None:

@@ -63,3 +63,24 @@ class MonitorConfig(Section):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     traces_per_step: int = Field(default=8, ge=0)
     """Finished traces of each step written to traces.jsonl."""
+    movement_interval_steps: int = Field(default=1, ge=0)
+    """Steps from one measurement of how far each part of a model moved to the next; 0 = only the value head's. It
+    keeps a copy of what trains in host memory, 4 bytes a parameter."""
+    alarms: Literal["warn", "stop", "off"] = "warn"
+    """What follows where a number says that something is wrong: a warning, with an event and a metric; or the end of
+    the run. The gate below ends the run with "warn" too."""
+    max_mismatch: float = Field(default=0.01, gt=0)
+    """Gate of the first policy step, nats a token: mean log-ratio of engine and trainer, either way, on tokens that
+    the version in training has sampled. It estimates their KL, so rounding of a bfloat16 engine stays far below."""
+    min_value_std: float = Field(default=1e-6, ge=0)
+    """Alarm where the values of a batch spread less."""
+    negative_ev_steps: int = Field(default=20, ge=1)
+    """Alarm after so many critic steps in a row whose explained variance is below 0: worse than saying the mean."""
+    max_oob_fraction: float = Field(default=0.01, ge=0, le=1)
+    """Alarm where a larger share of the critic's targets lies outside of `value.loss.range`."""
+    zero_advantage_steps: int = Field(default=3, ge=1)
+    """Alarm after so many batches in a row without an advantage other than 0."""
+    min_entropy: float = Field(default=1e-3, ge=0)
+    """Alarm where the policy's mean entropy is lower, nats a token."""
+    max_kl: float = Field(default=1.0, gt=0)
+    """Alarm where the policy is farther from the sampler, or from the reference, nats a token."""

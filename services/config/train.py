@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from services.config.base import Section
+from services.config.pretrain import PretrainConfig
 from services.wire.grids import Denominator
 
 
@@ -207,13 +208,36 @@ class ValueConfig(Section):
     head: HeadConfig = HeadConfig()
     loss: ValueLossConfig = MseConfig()
     updates_per_batch: int = Field(default=1, ge=1)
-    """K optimizer steps on each critic grid, targets fixed."""
+    """K passes over each critic grid, targets fixed: one optimizer step each, or one a mini-batch."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps of a pass, each on its share of the groups with its own denominator."""
+    pretrain: PretrainConfig | None = None
+    """Files to pretrain on, for `counterpoint pretrain-value`; any other command takes no notice of it."""
+    min_initial_explained_variance: float | None = Field(default=None, le=1)
+    """With `init_from`: the run ends at its first batch where the critic explains less of its returns, before anything
+    trains. None = a critic worse than the mean (below 0) is a loud warning."""
     refresh: Literal["pre_update", "refreshed"] = "pre_update"
     """Values that make the policy's advantages: those from before the batch's critic updates, or scored again after
     them. Refreshed values have seen the batch's own outcomes."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the scoring API on loopback; 0 = the planner picks one."""
+    """Port of the scoring API; 0 = the planner picks one."""
+    host: str = "127.0.0.1"
+    """IP address that the scoring API listens on. Beyond loopback a `token_file` is needed, and never all interfaces:
+    plain HTTP belongs on a network that one trusts."""
+    token_file: str | None = None
+    """File (mode 0600) whose token every request but /livez and /readyz must show; made with 32 random bytes where
+    there is none. None = no token is asked for."""
+    load_roots: list[str] = []
+    """Folders below which `POST /load` may name an exported critic; none = weights cannot be replaced."""
     max_request_bytes: int = Field(default=64 * 2**20, ge=1024)
     """A larger scoring body is answered 413 before it is buffered."""
     max_request_branches: int = Field(default=4096, ge=1)
-    """Branches of one scoring request."""
+    """Branches of one scoring request; more are answered 422, as are longer ones than `model.seq_len`."""
+    max_request_tokens: int = Field(default=4 * 2**20, ge=1)
+    """Tokens of all branches of one scoring request."""
+    max_requests_in_flight: int = Field(default=4096, ge=1)
+    """Scoring requests being read, waiting or being scored; one more is answered 429 before it is read."""
+    max_bytes_in_flight: int = Field(default=2**30, ge=1024)
+    """Bytes of their bodies together; what goes beyond is answered 429."""
+    body_deadline_s: float = Field(default=30.0, gt=0)
+    """A request's body is here, and its reply taken, within so long; else 408, or the connection is closed."""

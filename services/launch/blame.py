@@ -4,12 +4,14 @@ Notable:
 - A failure record that only says "I lost somebody" (`DependencyLost`) is secondary: it names the victim's neighbour.
 - A rank that was killed leaves no record; torchrun's agent logs its exit code as a negative signal number.
 - Evidence from after the launcher began to end the run is a consequence, never a cause.
+- A log goes on where an earlier start of the run ended: what that wrote says nothing about this one.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ _TORCHRUN_KILLED = (
     re.compile(r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+)"),  # at once
     re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: -(?P<signal>\d+)"),  # in the table at the end
 )
+_RAISED = re.compile(r"[\w.]+(Error|Exception)\b")
 _CONSEQUENCE = {signal.SIGTERM}  # torchrun ends the other ranks with it
 _TAIL_BYTES = 200_000
 
@@ -43,18 +46,22 @@ class Blame:
         return f"{self.name} failed first (exit code {self.exit_code}): {self.cause}; log: {self.log}"
 
 
-def find_blame(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int]) -> Blame | None:
+def find_blame(
+    run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int], log_starts: Mapping[str, int] | None = None
+) -> Blame | None:
     """Name the first failure known so far.
 
     Args:
         run_dir: The run directory.
         processes: What was started.
         exits: Exit codes of the processes that have ended.
+        log_starts: Bytes that each process's log held before it was started; None = logs are all of this start.
 
     Returns:
         None while nothing explains a failure; a secondary blame when only losses of others are known.
     """
-    killed = _killed(run_dir, processes, exits)
+    starts = log_starts or {}
+    killed = _killed(run_dir, processes, exits, starts)
     if killed is not None:
         return killed
     owners = {rank: process.name for process in processes for rank in process.rank_names}
@@ -64,17 +71,20 @@ def find_blame(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int
         blame = Blame(record.name, record.cause, record.exit_code, log, not record.secondary)
         if blame.is_primary:
             return blame
-        return _unrecorded(run_dir, processes, exits, {owners[record.name] for record in records}) or blame
-    return _unrecorded(run_dir, processes, exits, set())
+        return _unrecorded(run_dir, processes, exits, {owners[record.name] for record in records}, starts) or blame
+    return _unrecorded(run_dir, processes, exits, set(), starts)
 
 
-def _killed(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int]) -> Blame | None:
+def _killed(
+    run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int], log_starts: Mapping[str, int]
+) -> Blame | None:
     """A process or rank that a signal ended."""
     for process in processes:
         code = exits.get(process.name, 0)
         log = log_path(run_dir, process.name)
         if process.is_group:
-            for found in (match for pattern in _TORCHRUN_KILLED for match in pattern.finditer(_tail(log))):
+            tail = _tail(log, log_starts.get(process.name, 0))
+            for found in (match for pattern in _TORCHRUN_KILLED for match in pattern.finditer(tail)):
                 if int(found["signal"]) not in _CONSEQUENCE:
                     cause = f"killed by {_signal_name(int(found['signal']))}"
                     return Blame(f"{process.name}-{found['rank']}", cause, EXIT_DEPENDENCY_LOST, log, True)
@@ -83,7 +93,13 @@ def _killed(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int]) 
     return None
 
 
-def _unrecorded(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int], recorded: set[str]) -> Blame | None:
+def _unrecorded(
+    run_dir: Path,
+    processes: list[ProcessPlan],
+    exits: dict[str, int],
+    recorded: set[str],
+    log_starts: Mapping[str, int],
+) -> Blame | None:
     """A process that ended without a failure record: before its boundary began, or too early but without an error."""
     for process in processes:
         if process.name not in exits or process.name in recorded:
@@ -92,17 +108,25 @@ def _unrecorded(run_dir: Path, processes: list[ProcessPlan], exits: dict[str, in
         log = log_path(run_dir, process.name)
         if code == 0:
             return Blame(process.name, "ended while the run needed it", EXIT_DEPENDENCY_LOST, log, True)
-        last = next((line.strip() for line in reversed(_tail(log).splitlines()) if line.strip()), "no output")
+        tail = _tail(log, log_starts.get(process.name, 0))
+        last = _last_words(tail, is_group=process.is_group)
         cause = f"ended with code {code}: {last[:300]}"
         return Blame(process.name, cause, EXIT_BUG if code == 1 else code, log, True)
     return None
 
 
-def _tail(path: Path) -> str:
+def _last_words(tail: str, *, is_group: bool) -> str:
+    """The last line that is not empty; of a group the last error, which torchrun's own report follows."""
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    errors = [line for line in lines if _RAISED.match(line) and "ChildFailedError" not in line]
+    return (errors if is_group and errors else ["no output", *lines])[-1]
+
+
+def _tail(path: Path, start: int) -> str:
     if not path.is_file():
         return ""
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        file.seek(max(start, path.stat().st_size - _TAIL_BYTES))
         return file.read().decode(errors="replace")
 
 

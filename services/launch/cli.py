@@ -14,6 +14,14 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from services.launch.pretrain_cli import (
+    PRETRAIN_HELP,
+    RECORD_HELP,
+    add_pretrain_words,
+    add_record_words,
+    pretrain_command,
+    record_command,
+)
 from services.wire.errors import EXIT_DONE, ConfigError, CounterpointError, UsageError
 
 SETTINGS_HELP = """\
@@ -64,6 +72,21 @@ TINY_HELP = """\
 Makes the 0.43 M-parameter byte-level Llama and warm-starts it on one task by a few supervised steps; the same command
 makes the same weights. `model.path = "tiny:add"` does this by itself.
 """
+SERVE_HELP = """\
+Starts the value service alone: no policy, no inference, no orchestrator. CONFIG needs [model] and [value];
+value.init_from names an exported critic. Prints where it listens once it is ready, and serves until Ctrl-C or SIGTERM
+(exit code 130 or 143).
+
+  counterpoint serve-value configs/demo/sao.toml --value.port 8000
+  counterpoint serve-value critic.toml --value.host 10.0.0.5 --value.token_file critic.token
+"""
+SCORE_HELP = """\
+Asks a running value service for the values of every row of a JSON lines file: {"token_ids": [...]} becomes the same
+row with "values" (one a token, that of the state before it), "bootstrap_value" (after the last) and "critic_step". Rows
+that cannot be scored are told as file:line before anything is.
+
+  counterpoint score --url http://127.0.0.1:8000 rollouts.jsonl --out values.jsonl
+"""
 TOP_HELP = """\
 Reinforcement learning for language-model agents with a critic of its own: policy, critic, inference and orchestrator
 are separate processes.
@@ -97,6 +120,9 @@ _TOP_LEVEL = frozenset(
 """Names of the configuration's top level: a test compares them with the schema."""
 
 
+_WITH_SETTINGS = (["run"], ["plan"], ["replay"], ["serve-value"], ["pretrain-value"], ["record"])
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
@@ -113,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     try:
-        settings, rest = split_settings(words) if words[:1] in (["run"], ["plan"], ["replay"]) else ([], words)
+        settings, rest = split_settings(words) if words[:1] in _WITH_SETTINGS else ([], words)
         args = build_parser().parse_args(rest)
         command: Callable[[argparse.Namespace, list[str]], int] = args.function
         return command(args, settings)
@@ -190,6 +216,24 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--overwrite", action="store_true", help="remove an earlier replay in the same directory")
     replay.add_argument("--resume", action="store_true", help="go on from the last commit of an earlier replay")
     replay.add_argument("--allow-fallback", action="store_true", help="... or an older one where that is damaged")
+
+    pretrain = _command(
+        commands, "pretrain-value", "train a critic on files", PRETRAIN_HELP, pretrain_command, SETTINGS_HELP
+    )
+    add_pretrain_words(pretrain)
+    record = _command(commands, "record", "rollouts as such files", RECORD_HELP, record_command, SETTINGS_HELP)
+    add_record_words(record)
+
+    serve = _command(commands, "serve-value", "the value service alone", SERVE_HELP, _serve_value, SETTINGS_HELP)
+    serve.add_argument("configs", nargs="+", metavar="CONFIG", help="TOML files, later ones win")
+    serve.add_argument("--overwrite", action="store_true", help="remove a run in the same directory")
+
+    score = _command(commands, "score", "values for the rows of a file", SCORE_HELP, _score)
+    score.add_argument("file", metavar="FILE.jsonl", help="rows with token_ids")
+    score.add_argument("--url", required=True, metavar="URL", help="http://host:port of a value service")
+    score.add_argument("--out", metavar="FILE", help="where to write (default: standard output)")
+    score.add_argument("--token-file", metavar="FILE", help="file of the token that the service asks for")
+    score.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of one request (default: 300)")
 
     tiny = _command(commands, "make-tiny", "make the tiny model", TINY_HELP, _make_tiny)
     tiny.add_argument("dir", metavar="DIR", help="folder to make")
@@ -271,6 +315,32 @@ def _replay(args: argparse.Namespace, settings: list[str]) -> int:
     if code == EXIT_DONE:
         sys.stdout.write(summary(run_dir_of(config)) + "\n")
     return code
+
+
+def _serve_value(args: argparse.Namespace, settings: list[str]) -> int:
+    from services.config.layers import parse_overrides
+    from services.launch.serve_value import serve_value
+    from services.runtime.roots import check_root
+
+    check_root()
+
+    def say(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()  # whoever waits for it reads a pipe
+
+    return serve_value(args.configs, parse_overrides(settings), overwrite=args.overwrite, say=say)
+
+
+def _score(args: argparse.Namespace, _settings: list[str]) -> int:
+    from pathlib import Path
+
+    from services.launch.score import score_file
+    from services.runtime.auth import read_token
+
+    token = read_token(args.token_file) if args.token_file else None
+    out = Path(args.out) if args.out else None
+    score_file(args.url, Path(args.file), out, token=token, deadline_s=args.deadline_s)
+    return EXIT_DONE
 
 
 def _report(args: argparse.Namespace, _settings: list[str]) -> int:

@@ -35,6 +35,8 @@ class Fleet:
         self._run_id = run_id
         self._death_read, self._death_write = os.pipe()
         self._guards: dict[str, subprocess.Popen[bytes]] = {}
+        self.log_starts: dict[str, int] = {}
+        """bytes that each process's log held before it was started"""
         become_subreaper()
 
     @property
@@ -50,6 +52,7 @@ class Fleet:
         ]
         env = {**os.environ, **process.env, RUN_ID_VARIABLE: self._run_id}
         with open(log_path(self._run_dir, process.name), "ab") as log:
+            self.log_starts[process.name] = log.tell()
             self._guards[process.name] = subprocess.Popen(
                 argv,
                 env=env,

@@ -2,6 +2,7 @@
 
 Notable:
 - Polls the orchestrator's `GET /status` from a thread of its own; the supervisor's loop never waits for it.
+- An alarm is one line of its own, once; the log and `events.jsonl` have it too.
 - While the orchestrator does not answer yet, the panel says so instead of showing old numbers.
 """
 
@@ -69,6 +70,7 @@ class LiveView:
         self._started = time.monotonic()
         self._next_line = 0.0
         self._last_line = ""
+        self._alarms_said: set[tuple[str, int]] = set()
 
     def say(self, message: str) -> None:
         """Print one line, above the panel while there is one."""
@@ -86,8 +88,11 @@ class LiveView:
             self._live.start()
 
     def tick(self) -> None:
-        """Print a line when it is time, where there is no terminal."""
-        if self._live is not None or self._poller is None or time.monotonic() < self._next_line:
+        """Print alarms that are new and, where there is no terminal, a line when it is time."""
+        if self._poller is None:
+            return
+        self._say_alarms(self._poller.status)
+        if self._live is not None or time.monotonic() < self._next_line:
             return
         self._next_line = time.monotonic() + LINE_INTERVAL_S
         line = status_line(self._poller.status)
@@ -98,10 +103,18 @@ class LiveView:
     def end(self) -> None:
         """Leave the terminal as it was; may be called twice."""
         if self._poller is not None:
+            self._say_alarms(self._poller.status)
             self._poller.close()
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _say_alarms(self, status: dict[str, Any] | None) -> None:
+        for alarm in (status or {}).get("alarms") or []:
+            key = (alarm["name"], alarm["step"])
+            if key not in self._alarms_said:
+                self._alarms_said.add(key)
+                self.say(f"ALARM {alarm['name']} at step {alarm['step']}: {alarm['text']}")
 
     def _panel(self) -> Panel:
         status = self._poller.status if self._poller is not None else None

@@ -31,6 +31,14 @@ _PROBE_DEADLINE_S = 2.0
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback, whatever the proxy settings
 
 
+class PartLost(DependencyLost):
+    """A process of a partial run ended; `exit_code` is what its own failure calls for."""
+
+    def __init__(self, cause: str, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(cause)
+
+
 @dataclass
 class PartialRun:
     """What `partial_run` started."""
@@ -40,6 +48,11 @@ class PartialRun:
     fleet: Fleet
     killed: list[str] = field(default_factory=list)
     """Once the block is left: processes that did not end by themselves within the grace time."""
+
+    def exit_code(self) -> int:
+        """What whoever needs these processes ends with, once one has ended or failed."""
+        blame = find_blame(self.plan.context.run_dir, self.processes, self.fleet.exits())
+        return blame.exit_code if blame is not None else DependencyLost.exit_code
 
     def failure(self) -> str | None:
         """Which process has ended or failed, and why; None while all are at work."""
@@ -59,6 +72,8 @@ def partial_run(
     overwrite: bool = False,
     models_dir: Path = MODELS_DIR,
     on_wait: Callable[[list[str]], None] = lambda waiting: None,
+    lay_out: Callable[..., Plan] = plan,
+    hurry: Callable[[], bool] = lambda: False,
 ) -> Iterator[PartialRun]:
     """Start the named processes of a run and wait until each is ready.
 
@@ -69,6 +84,8 @@ def partial_run(
         overwrite: Remove an earlier run in the same directory.
         models_dir: Where made models are kept.
         on_wait: Called about ten times a second with the names not yet ready.
+        lay_out: Makes the plan, as `plan` does.
+        hurry: Asked while the processes end; true ends them by force.
 
     Raises:
         ConfigError: The run directory is in use, or the model is still to be made.
@@ -86,7 +103,7 @@ def partial_run(
     with hold_run_dir(run_dir), PortReservation(chosen, avoid=fixed.values()) as reservation:
         create_run_dir(run_dir, config, overwrite=overwrite)
         ports = fixed | reservation.ports
-        layout = plan(config, ports, run_dir=run_dir, run_id=run_id, epoch=1, model=model, site=site)
+        layout = lay_out(config, ports, run_dir=run_dir, run_id=run_id, epoch=1, model=model, site=site)
         write_context(layout.context)
         wanted = set(names)
         processes = [process for process in layout.processes if process.name in wanted]
@@ -97,7 +114,7 @@ def partial_run(
             _wait_ready(run, config.runtime.startup_deadline_s, on_wait)
             yield run
         finally:
-            run.killed = run.fleet.stop(config.runtime.shutdown_grace_s, lambda: False)
+            run.killed = run.fleet.stop(config.runtime.shutdown_grace_s, hurry)
 
 
 def _wait_ready(run: PartialRun, deadline_s: float, on_wait: Callable[[list[str]], None]) -> None:
@@ -106,7 +123,7 @@ def _wait_ready(run: PartialRun, deadline_s: float, on_wait: Callable[[list[str]
     while waiting := [process for process in waiting if not _answers(process.ready_url)]:
         failure = run.failure()
         if failure is not None:
-            raise DependencyLost(failure)
+            raise PartLost(failure, run.exit_code())
         if time.monotonic() > ends:
             raise DeadlineExceeded(f"{', '.join(process.name for process in waiting)} to be ready", deadline_s)
         on_wait([process.name for process in waiting])

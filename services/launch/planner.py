@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.config.context import RunContext
+from services.config.listener import url_of
 from services.config.schema import Config
 from services.inference.vllm_command import vllm_command
 from services.launch.models import ModelSource
@@ -73,6 +74,8 @@ class Plan:
     model: ModelSource
     processes: list[ProcessPlan]
     ports: dict[str, int]
+    final: str = "orchestrator"
+    """the process whose exit 0 is the normal end"""
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data; every port's key ends in `port`."""
@@ -135,7 +138,7 @@ def plan(
 def _context(
     config: Config, ports: dict[str, int], *, run_dir: Path, run_id: str, epoch: int, model: ModelSource
 ) -> RunContext:
-    has_value = config.value is not None
+    value = config.value
     return RunContext(
         run_id=run_id,
         epoch=epoch,
@@ -144,10 +147,10 @@ def _context(
         model_init=model.init,
         inference_urls=[_http(ports["inference_http_port"])],
         policy_url=_http(ports["policy_http_port"]),
-        value_url=_http(ports["value_http_port"]) if has_value else None,
+        value_url=url_of(value.host, ports["value_http_port"]) if value is not None else None,
         orchestrator_url=_http(ports["orchestrator_http_port"]),
         policy_grid_url=f"tcp://{LOOPBACK}:{ports['policy_grid_port']}",
-        critic_grid_url=f"tcp://{LOOPBACK}:{ports['critic_grid_port']}" if has_value else None,
+        critic_grid_url=f"tcp://{LOOPBACK}:{ports['critic_grid_port']}" if value is not None else None,
     )
 
 
@@ -171,11 +174,13 @@ def _policy(config: Config, ports: dict[str, int], run_dir: Path, site: Site) ->
 
 
 def _value(config: Config, ports: dict[str, int], run_dir: Path, site: Site) -> ProcessPlan:
+    assert config.value is not None
     num_ranks = config.deployment.num_value_gpus
     argv = _torchrun(config, num_ranks, "value_service.main", run_dir, site)
     port = ports["value_http_port"]
     env = process_env(config, site, _gpus_of(config, "value"))
-    return ProcessPlan("value", argv, env, num_ranks, {"http_port": port}, f"{_http(port)}/readyz")
+    ready_url = f"{url_of(config.value.host, port)}/readyz"
+    return ProcessPlan("value", argv, env, num_ranks, {"http_port": port}, ready_url)
 
 
 def _orchestrator(config: Config, ports: dict[str, int], run_dir: Path, site: Site) -> ProcessPlan:

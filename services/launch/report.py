@@ -107,12 +107,24 @@ def _facts(rows: list[dict[str, Any]], reward: Series) -> list[str]:
     for env, data in accuracies(rows).items():
         if len(data):
             facts.append((f"greedy accuracy on {env}", f"{data.values[0]:.3f} -> {data.values[-1]:.3f}"))
+    facts += [("ALARM", text) for text in _alarms(rows)]
     dropped = _dropped(rows)
     if dropped:
         facts.append(("rollouts dropped", ", ".join(f"{cause} {count}" for cause, count in dropped.items())))
     if rows:
         facts.append(("training time", f"{max(row.get('time_s', 0.0) for row in rows):.0f} s"))
     return [f"  {name:<36}{text}" for name, text in facts]
+
+
+def _alarms(rows: list[dict[str, Any]]) -> list[str]:
+    """Each alarm with the steps that it was on in."""
+    prefix = "alarm/"
+    steps: dict[str, list[int]] = {}
+    for row in rows:
+        for key in row:
+            if key.startswith(prefix):
+                steps.setdefault(key.removeprefix(prefix), []).append(row["step"])
+    return [f"{name} in {len(on)} step(s), {min(on)} to {max(on)}; events.jsonl says why" for name, on in steps.items()]
 
 
 def _dropped(rows: list[dict[str, Any]]) -> dict[str, int]:
@@ -135,6 +147,7 @@ def _files(run_dir: Path) -> list[str]:
         "metrics.jsonl": "one row a step and stream",
         "traces.jsonl": "some rollouts, token by token",
         "rollouts": f"every batch as it was scored, {_size_of(run_dir / 'rollouts')}: what `counterpoint replay` reads",
+        "checkpoints": "commits: what --resume goes on from and `counterpoint export` reads",
         "weights": "policy snapshots (Hugging Face folders)",
         "logs": "one log a process",
         "config.resolved.toml": "the whole configuration",

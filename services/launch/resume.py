@@ -11,6 +11,7 @@ Notable:
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,9 +55,7 @@ def run_with_restarts(config: Config, view: View, *, overwrite: bool = False) ->
     return code
 
 
-def resume_run(
-    config: Config, view: View, *, lay_out: Callable[..., Plan] = plan, allow_fallback: bool = False
-) -> int:
+def resume_run(config: Config, view: View, *, lay_out: Callable[..., Plan] = plan, allow_fallback: bool = False) -> int:
     """Carry out the rest of a run from its newest commit.
 
     Args:
@@ -128,6 +127,7 @@ def _earlier_start(run_dir: Path) -> RunContext:
 
 
 def _put_failures_aside(run_dir: Path, epoch: int) -> None:
+    shutil.rmtree(run_dir / "logs" / "asked-to-end", ignore_errors=True)
     failures = run_dir / "logs" / "failures"
     if failures.is_dir():
         failures.rename(failures.with_name(f"failures-epoch-{epoch}"))

@@ -32,6 +32,7 @@ from services.launch.planner import Plan, ProcessPlan, Site, plan, process_env
 from services.launch.rundir import append_event, create_run_dir, hold_run_dir, write_context
 from services.runtime.commits import Commits
 from services.runtime.durable import rename_dir
+from services.runtime.lifecycle import request_path
 from services.runtime.ports import PortReservation, foreign_owner, is_free
 from services.runtime.roots import project_root
 from services.wire.errors import EXIT_DEPENDENCY_LOST, EXIT_DONE, EXIT_PREEMPTED, ConfigError
@@ -210,7 +211,7 @@ class Supervisor:
             if lost:
                 return Attempt(EXIT_DEPENDENCY_LOST, lost_ports=self._retryable(lost))
             write_context(layout.context)
-            return self.watch(layout.processes, final="orchestrator", layout=layout)
+            return self.watch(layout.processes, final=layout.final, layout=layout)
 
     def watch(self, processes: list[ProcessPlan], *, final: str, layout: Plan | None = None) -> Attempt:
         """Start processes and stay until all of them have ended.
@@ -245,7 +246,7 @@ class Supervisor:
             time.sleep(POLL_S)
             if time.monotonic() > next_look:
                 next_look = time.monotonic() + _LOOK_INTERVAL_S
-                if find_blame(self._run_dir, processes, {}) is not None:
+                if find_blame(self._run_dir, processes, {}, fleet.log_starts) is not None:
                     return
 
     def _conclude(self, fleet: Fleet, processes: list[ProcessPlan], final: str, layout: Plan | None) -> Attempt:
@@ -264,13 +265,18 @@ class Supervisor:
         return Attempt(blame.exit_code if blame else EXIT_DEPENDENCY_LOST, blame, lost)
 
     def _was_asked_to_end(self, fleet: Fleet, processes: list[ProcessPlan], final: str) -> bool:
-        """Did a process end because somebody told it to, by SIGTERM or SIGINT, rather than fail."""
+        """Did processes end because somebody told one to, by SIGTERM or SIGINT, rather than fail or just leave."""
         exits = fleet.exits()
         if not exits or find_blame(self._run_dir, processes, {}) is not None:
             return False
+        told = {process.name for process in processes if self._says_it_was_told(process)}
         return all(
-            code in (EXIT_PREEMPTED, *STOPPED) or (code == EXIT_DONE and name != final) for name, code in exits.items()
+            code in (EXIT_PREEMPTED, *STOPPED) or (code == EXIT_DONE and name != final and name in told)
+            for name, code in exits.items()
         )
+
+    def _says_it_was_told(self, process: ProcessPlan) -> bool:
+        return any(request_path(self._run_dir, name).exists() for name in process.rank_names)
 
     def _preempt(self, fleet: Fleet, final: str, until: float) -> Attempt:
         """Let the run commit between two steps while its trainers still live, then end everything.
@@ -293,7 +299,7 @@ class Supervisor:
         until = time.monotonic() + _SETTLE_S
         while True:
             all_ended = len(fleet.exits()) == len(processes)
-            blame = find_blame(self._run_dir, processes, fleet.exits())
+            blame = find_blame(self._run_dir, processes, fleet.exits(), fleet.log_starts)
             if (blame is not None and blame.is_primary) or all_ended or time.monotonic() > until or self._signals.count:
                 return blame
             time.sleep(POLL_S)

@@ -1,7 +1,8 @@
 """Commits of a run: policy, critic and orchestrator of one step together on disk, or no commit at all.
 
     checkpoints/step_000012/          after 12 finished steps
-        policy/  critic/  orchestrator/   each with a manifest.json; no critic/ without a critic
+        policy/  critic/  orchestrator/   each with a manifest.json; no critic/ without a critic; a pretraining run
+                                          has critic/ and data/
         COMMIT.json                   written last: the sum of every manifest, and of itself
 
 Notable:
@@ -35,8 +36,10 @@ from services.runtime.manifests import check_contents, survey
 from services.runtime.marker import MARKER, Commit, read_marker, survey_commit, write_marker
 from services.wire.errors import CannotWrite, CommitError, CounterpointError, DamagedCommit
 
-ROLES = ("policy", "critic", "orchestrator")
+ROLES = ("policy", "critic", "orchestrator", "data")
 REQUIRED_ROLES = ("policy", "orchestrator")
+PRETRAINING_ROLES = ("critic", "data")
+"""Of a run that trains a critic alone, on files; only such a run has the role "data"."""
 
 _STEP = re.compile(r"step_(\d{6,})")
 _POLL_S = 0.2
@@ -108,7 +111,7 @@ class Commits:
             ValueError: A role is missing or unknown, or `identity` is no JSON with finite numbers.
         """
         given = {*roles}
-        if not {*REQUIRED_ROLES} <= given <= {*ROLES}:
+        if given != {*PRETRAINING_ROLES} and not {*REQUIRED_ROLES} <= given <= {*REQUIRED_ROLES, "critic"}:
             raise ValueError(f"a commit has policy, orchestrator and maybe critic, not {sorted(given)}")
         names = [name for name in ROLES if name in given]
         part, target = self._part(step), self.path(step)

@@ -37,6 +37,8 @@ from services.wire.errors import EXIT_BUG, EXIT_CANNOT_WRITE, EXIT_DONE, ConfigE
 GUARD_PID_VARIABLE = "COUNTERPOINT_GUARD_PID"
 """Set by the guard in its child's environment."""
 
+_STOP_REQUESTED = threading.Event()
+"""Set once a signal has asked this process to end."""
 _PR_SET_PDEATHSIG = 1
 _CANNOT_WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS})
 _MAX_CAUSE_CHARS = 600
@@ -75,6 +77,8 @@ def run_process(name: str, run_dir: Path, main: Callable[[], None]) -> NoReturn:
         _end(error.code if isinstance(error.code, int) else EXIT_BUG if error.code else EXIT_DONE)
     except BaseException as error:  # the process boundary
         _fail(name, run_dir, error)
+    if _STOP_REQUESTED.is_set():
+        _note_the_request(name, run_dir)
     logger.info("{} ends normally", name)
     _end(EXIT_DONE)
 
@@ -102,6 +106,7 @@ def install_stop_handlers(on_stop: Callable[[], object] | None = None) -> thread
         if stop_requested.is_set():
             os._exit(128 + signum)
         stop_requested.set()
+        _STOP_REQUESTED.set()
         if on_stop is not None:
             on_stop()
 
@@ -131,6 +136,18 @@ def cause_of(error: BaseException) -> str:
 def failure_path(run_dir: Path, name: str) -> Path:
     """Where the failure record of process `name` lies."""
     return run_dir / "logs" / "failures" / f"{name}.json"
+
+
+def request_path(run_dir: Path, name: str) -> Path:
+    """Where process `name` notes that it ended because a signal asked it to."""
+    return run_dir / "logs" / "asked-to-end" / name
+
+
+def _note_the_request(name: str, run_dir: Path) -> None:
+    path = request_path(run_dir, name)
+    with contextlib.suppress(OSError):  # a full disk must not make a failure of it
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
 
 def read_failures(run_dir: Path) -> list[FailureRecord]:

@@ -18,7 +18,7 @@ from services.model.mesh import Mesh
 from services.model.selftest import Hidden, check_packing
 from services.runtime.commits import Commits
 from services.training.board import StatusBoard
-from services.training.checkpoint import load
+from services.training.checkpoint import load, seed_anew
 from services.training.control import ServerThread
 from services.training.farewell import Farewell
 from services.training.group import CommandSource, Trainer, TrainGroup
@@ -99,6 +99,7 @@ def resume(part: Part, board: StatusBoard, context: RunContext, *, seed: int) ->
         Whether there was a commit.
     """
     if context.commit_dir is None:
+        seed_anew(seed, 0, part.ranks.rank)
         return False
     folder = Path(context.commit_dir)
     step = int(folder.name.removeprefix("step_"))

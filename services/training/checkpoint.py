@@ -212,7 +212,7 @@ def load(folder: Path, part: Part, *, seed: int) -> SavedState:
     _refuse(folder, list(read.other_points()))
     read.apply()
     if not is_same:
-        _seed_anew(seed, state.steps_done, part.ranks.rank)
+        seed_anew(seed, state.steps_done, part.ranks.rank)
     if part.ranks.rank == 0:
         random = "random state restored" if is_same else f"random state from (seed {seed}, {state.steps_done}, rank)"
         logger.info(
@@ -336,9 +336,10 @@ def _damage(folder: Path, ranks: Ranks) -> str:
     return "" if owner == os.geteuid() else f"{METADATA} belongs to user {owner}, not to {os.geteuid()}"
 
 
-def _seed_anew(seed: int, steps_done: int, rank: int) -> None:
+def seed_anew(seed: int, steps_done: int, rank: int) -> None:
+    """Seed torch's generators, of the CPU and of every GPU, by the rule of a start after so many steps."""
     digest = hashlib.sha256(f"{seed}/{steps_done}/{rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # of the CPU and of every GPU
+    torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 def _layout_of(part: Part) -> SavedLayout:

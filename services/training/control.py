@@ -3,6 +3,7 @@
 Notable:
 - `/livez`: the event loop turns. `/readyz`: would accept work now. `/status`: state, step, who waits for what.
 - The server never touches the model: it reads the board and fills queues of commands.
+- With a token every route but the two health routes asks for it, before a body is read.
 - `/checkpoint` is answered when the role's part of the commit is whole: 200; 409 where the group is at another step,
   507 where the disk does not take it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,14 +20,55 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.runtime.auth import Token
 from services.training.board import StatusBoard
 from services.training.saver import Saver
+from services.transport.bounded_http import bounded
 from services.wire.errors import DependencyLost
-from services.wire.messages import CheckpointRequest
+from services.wire.messages import CheckpointRequest, TrainStatus
 
 MAX_COMMAND_BYTES = 4096
+BODY_GRACE_S = 5.0
+"""An application that has a deadline of its own for bodies may say so first."""
+OPEN_PATHS = frozenset({"/livez", "/readyz"})
 GAUGES = ("steps_done", "updates_done", "num_forwards", "num_scored_tokens", "num_trained_tokens", "busy_s")
+
+
+_Responses = dict[int | str, dict[str, Any]]
+_STATE: dict[str, Any] = {"type": "object", "properties": {"state": {"type": "string"}}, "required": ["state"]}
+_READY: _Responses = {
+    code: {"description": text, "content": {"application/json": {"schema": _STATE}}}
+    for code, text in ((200, "It would."), (503, "It is loading, or stopping."))
+}
+_STATUS_SCHEMA = msgspec.json.schema_components((TrainStatus,))[1]["TrainStatus"]
+_STATUS: _Responses = {200: {"description": "The status.", "content": {"application/json": {"schema": _STATUS_SCHEMA}}}}
+_METRICS: _Responses = {200: {"description": "Text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+class TokenGuard:
+    """ASGI middleware: 401 unless a request shows the token, whatever its path, but for the health routes."""
+
+    def __init__(self, app: ASGIApp, token: Token) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it unread."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            shown = [value for name, value in scope["headers"] if name == b"authorization"]
+            if not self._token.matches(shown[0] if len(shown) == 1 else None):
+                refusal = _json(401, {"error": "authorization: a bearer token is needed"})
+                refusal.headers["WWW-Authenticate"] = "Bearer"
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def require_token(app: FastAPI, token: Token) -> None:
+    """Ask for a token on every route but the health routes."""
+    app.add_middleware(TokenGuard, token=token)
 
 
 def control_app(board: StatusBoard, *, title: str, saver: Saver | None = None) -> FastAPI:
@@ -38,17 +81,17 @@ def control_app(board: StatusBoard, *, title: str, saver: Saver | None = None) -
     async def livez() -> dict[str, bool]:
         return {"live": True}
 
-    @app.get("/readyz", summary="Would accept work now")
+    @app.get("/readyz", summary="Would accept work now", responses=_READY)
     async def readyz(response: Response) -> dict[str, str]:
         state = board.snapshot().state
         response.status_code = 503 if state in ("loading", "stopping") else 200
         return {"state": state}
 
-    @app.get("/status", summary="State, step, and who waits for what")
+    @app.get("/status", summary="State, step, and who waits for what", response_class=Response, responses=_STATUS)
     async def status() -> Response:
         return Response(msgspec.json.encode(board.snapshot()), media_type="application/json")
 
-    @app.get("/metrics", summary="Prometheus metrics")
+    @app.get("/metrics", summary="Prometheus metrics", response_class=Response, responses=_METRICS)
     async def metrics() -> Response:
         snapshot = board.snapshot()
         for name, gauge in gauges.items():
@@ -83,9 +126,9 @@ def _json(status: int, body: dict[str, object]) -> Response:
 
 
 class ServerThread:
-    """uvicorn in a thread of its own, on one loopback port."""
+    """uvicorn in a thread of its own, on one address."""
 
-    def __init__(self, app: FastAPI, url: str) -> None:
+    def __init__(self, app: FastAPI, url: str, *, body_deadline_s: float = 30.0) -> None:
         address = urlsplit(url)
         assert address.hostname and address.port, f"not a listening address: {url}"
         config = uvicorn.Config(
@@ -94,6 +137,8 @@ class ServerThread:
             port=address.port,
             log_level="warning",
             access_log=False,
+            http=bounded(body_deadline_s=body_deadline_s + BODY_GRACE_S),
+            ws="none",
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)

@@ -86,7 +86,7 @@ class Places:
         parameter = self._parameters[name]
         if not isinstance(parameter, DTensor) or self._meshes is None:
             return local if everywhere or self._rank == 0 else None
-        start, end = _rows(len(parameter), parameter.device_mesh)
+        start, end = rows_of(len(parameter), parameter.device_mesh)
         assert parameter.placements == (Shard(0),), f"{name} lies {parameter.placements}"
         assert local.shape == (end - start, *parameter.shape[1:]), f"{name}: {list(local.shape)} of rows {start}:{end}"
         if local.numel() == 0:
@@ -103,8 +103,8 @@ class Places:
         )
 
 
-def _rows(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's rows: the first ranks hold equally many, the last ones what remains."""
+def rows_of(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank's rows of a sharded tensor: the first ranks hold equally many, the last ones what remains."""
     per_rank = -(-num_rows // mesh.size())
     start = min(mesh.get_local_rank() * per_rank, num_rows)
     return start, min(start + per_rank, num_rows)

@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from services.runtime.auth import Token
 from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost
 
 CONNECT_TIMEOUT_S = 5.0
@@ -48,12 +49,17 @@ class _Retry(Exception):
     is_server_error: bool = False
 
 
-def make_session() -> aiohttp.ClientSession:
-    """Make a session whose requests are bounded by their deadlines alone (and 5 s to connect)."""
+def make_session(*, token: Token | None = None) -> aiohttp.ClientSession:
+    """Make a session whose requests are bounded by their deadlines alone (and 5 s to connect).
+
+    Args:
+        token: shown with every request
+    """
+    headers = {"Authorization": token.header()} if token is not None else None
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     # idle connections are given up before a server does (uvicorn: 5 s), so that no command meets a closing one
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-    return aiohttp.ClientSession(timeout=timeout, connector=connector)
+    return aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers)
 
 
 async def request(
@@ -76,8 +82,8 @@ async def request(
         url: http://...
         deadline_s: seconds from now for all attempts together
         what: names the wait in errors, for example "value service to score 8 branches"
-        body: JSON bytes
-        headers: besides the content type
+        body: JSON bytes, unless `headers` say otherwise
+        headers: besides the content type, or with another one
         pure: the request may be received twice without harm
         max_reply_bytes: a longer reply is refused
 

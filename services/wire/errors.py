@@ -12,6 +12,7 @@
     |   |-- GridConflict                 the same grid item twice with different content
     |   `-- PreflightError               ranks of one group disagree about the step
     |-- BadData                      70  too large a share of rollouts was invalid
+    |-- AlarmRaised                  70  the run's numbers say that something is wrong with it
     |-- NonFiniteError               70  a non-finite number where none may pass
     |-- CommitError                  70  a commit that is asked for is not there, or cannot be read
     |   `-- DamagedCommit                one of its files is missing or differs
@@ -96,6 +97,10 @@ class PreflightError(ContractError):
 
 class BadData(CounterpointError):
     """More rollouts were invalid than the configuration allows."""
+
+
+class AlarmRaised(CounterpointError):
+    """The run's numbers say that something is wrong, and the configuration says to end it then."""
 
 
 class NonFiniteError(CounterpointError):

@@ -23,6 +23,26 @@ class ScoreReply(msgspec.Struct, frozen=True):
     critic_step: int
 
 
+class LoadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /load` to the value service."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    """folder of an exported critic, below one of `value.load_roots`"""
+
+
+class LoadReply(msgspec.Struct, frozen=True):
+    """Its reply: the critic's weights are those of the folder."""
+
+    critic_step: int
+    """as before: the critic goes on from here"""
+    num_loads: int
+    """weights replaced since start"""
+    run: str
+    """name of the run that the critic was exported from"""
+    source: str
+    """where in that run's directory it was"""
+
+
 class CheckpointRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /checkpoint` to a train group; the reply names `step`, `role` and `num_bytes`, or an `error`."""
 
@@ -54,6 +74,8 @@ class TrainStatus(msgspec.Struct):
     """metrics rows of the last few finished steps, by step"""
     pids: list[int] = []
     """process ids by rank"""
+    num_loads: int = 0
+    """critic only: weights replaced by `POST /load` since start"""
     stop_requested: bool = False
     """a signal asked the group to end; it waits for a commit first"""
     published: dict[str, Any] = {}

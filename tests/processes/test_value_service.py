@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from services.config.context import RunContext
 from services.config.schema import Config
+from services.model.export import export_critic
 from services.model.head import Critic, values_before_tokens
 from services.model.layout import PackedLayout
 from services.model.load import load_causal_lm
@@ -21,6 +24,7 @@ from services.packing.grid import build_grid
 from services.transport.grid_sender import GridSender
 from services.transport.score_client import ScoreClient
 from services.wire.samples import TrainingSample
+from tests.exports import state_of
 from tests.runs import get, post, processes, read_lines, wait_until
 from tests.samples import make_sample
 
@@ -29,7 +33,13 @@ VOCABULARY = 261
 
 
 @pytest.fixture(scope="module")
-def service(tiny_model: Path, tmp_path_factory) -> Iterator[tuple[Config, RunContext]]:
+def critics(tmp_path_factory) -> Path:
+    """The folder that weights may be loaded from."""
+    return tmp_path_factory.mktemp("critics")
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model: Path, critics: Path, tmp_path_factory) -> Iterator[tuple[Config, RunContext]]:
     """A critic of two ranks with a seeded head that is not zero."""
     run_dir = tmp_path_factory.mktemp("value") / "run"
     overrides = [
@@ -37,6 +47,7 @@ def service(tiny_model: Path, tmp_path_factory) -> Iterator[tuple[Config, RunCon
         ("value.head.init_std", "0.1"),
         ("value.model.seq_len", str(SEQ_LEN)),
         ("value.max_request_bytes", "200000"),
+        ("value.load_roots", f'["{critics}"]'),
         ("inference.max_model_len", "64"),
     ]
     with processes(run_dir, ["value"], "configs/demo/sao.toml", *overrides) as started:
@@ -131,7 +142,7 @@ def test_sixteen_requests_at_once_need_fewer_than_sixteen_forwards(service) -> N
         ({"batched_token_ids": [[True]]}, 422, "batched_token_ids"),
         ({"batched_token_ids": [["7"]]}, 422, "batched_token_ids"),
         ({"batched_token_ids": [[1.5]]}, 422, "batched_token_ids"),
-        ({"token_ids": [1], "temperature": 1}, 422, "temperature"),
+        ({"token_ids": [1], "temperature": 1}, 422, "unknown field"),
         (b'{"token_ids": [1, 2', 400, "JSON"),
         (b"[" * 100_000, 400, "body"),
         (b'{"token_ids": [' + b"9" * 5000 + b"]}", 422, "token_ids"),
@@ -209,6 +220,72 @@ def critic_grid(step: int):
         loss_name="mse",
         loss_constants={},
     )
+
+
+def test_a_burst_of_200_requests_while_a_grid_trains_is_answered_and_so_is_a_single_one(service) -> None:
+    """Scenario: one request; then 200 at once, and a grid amid them; then one after a long rest.
+
+    Result: all are answered, each by one state of the critic, and none waits for much longer than the grid takes.
+    """
+    _, context = service
+    done = status(context)["steps_done"]
+    batches = [branches([3 + i % 50, 9], seed=i) for i in range(200)]
+
+    async def scenario() -> tuple[list, list, Any]:
+        sender = GridSender(context.critic_grid_url, stream="critic", run_id="test", epoch=1, num_data_ranks=2)
+        client = ScoreClient(context.value_url)
+        waits_s: list[float] = []
+
+        async def ask(number: int) -> Any:
+            await asyncio.sleep(0.002 * number)
+            started = time.monotonic()
+            reply = await client.score(batches[number], deadline_s=60)
+            waits_s.append(time.monotonic() - started)
+            return reply
+
+        try:
+            asking = [asyncio.create_task(ask(number)) for number in range(200)]
+            await asyncio.sleep(0.05)
+            await sender.send(critic_grid(step=done), deadline_s=60)
+            replies = await asyncio.gather(*asking)
+            await asyncio.sleep(10)
+            return replies, waits_s, await client.score(batches[0], deadline_s=5)
+        finally:
+            await client.close()
+            await sender.close()
+
+    replies, waits_s, single = asyncio.run(scenario())
+    steps = [reply.critic_step for reply in replies]
+    assert set(steps) == {done, done + 1} and single.critic_step == done + 1
+    assert len(waits_s) == 200 and max(waits_s) < 20
+    for batch, reply in zip(batches, replies, strict=True):
+        assert [len(values) for values in reply.values] == [len(branch) for branch in batch]
+    turned = [number for number, step in enumerate(steps) if step == done + 1]
+    _, again = post(f"{context.value_url}/v1/score", {"batched_token_ids": batches[turned[-1]]})
+    assert np.allclose(np.concatenate(again["values"]), np.concatenate(replies[turned[-1]].values), atol=1e-5)
+
+
+def test_weights_are_replaced_on_both_ranks_and_the_step_goes_on(service, critics: Path) -> None:
+    config, context = service
+    other = Critic(load_causal_lm(context.model_dir), head_init_std=0.3, seed=77)
+    facts = {"gamma": 1.0, "run": "other", "source": "by hand"}
+    export_critic(state_of(other), Path(context.model_dir), critics / "other", support="scalar", **facts)
+    done = status(context)["steps_done"]
+    assert config.value is not None
+    code, reply = post(f"{context.value_url}/load", {"path": str(critics / "other" / ".." / "..")})
+    assert code == 403
+    (critics / "empty").mkdir()
+    assert post(f"{context.value_url}/load", {"path": str(critics / "empty")})[0] == 422
+    code, reply = post(f"{context.value_url}/load", {"path": str(critics / "other")})
+    assert (code, reply["critic_step"], reply["run"]) == (200, done, "other")
+    batch = branches([31, 7, 90, 12], seed=5)
+    _, scored = post(f"{context.value_url}/v1/score", {"batched_token_ids": batch})
+    assert scored["critic_step"] == done and status(context)["num_loads"] == 1
+    for branch, values, bootstrap in zip(batch, scored["values"], scored["bootstrap_values"], strict=True):
+        with torch.no_grad():
+            output = other(torch.tensor(branch), PackedLayout.of([len(branch)]))
+        own, own_bootstrap = values_before_tokens(output, torch.tensor([len(branch)]))
+        assert np.allclose(values, own, atol=1e-5) and abs(bootstrap - float(own_bootstrap[0])) < 1e-5
 
 
 def test_other_routes_answer(service) -> None:

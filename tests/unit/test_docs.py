@@ -26,12 +26,20 @@ from services.wire.samples import StopReason, VersionSpan, validate_branch
 
 ROOT = Path(__file__).parents[2]
 README, METRICS, ENVIRONMENTS = ROOT / "README.md", ROOT / "docs" / "metrics.md", ROOT / "docs" / "environments.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", METRICS, ENVIRONMENTS, ROOT / "docs" / "coming-from-miles.md"]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    METRICS,
+    ENVIRONMENTS,
+    ROOT / "docs" / "coming-from-miles.md",
+    ROOT / "docs" / "pretraining.md",
+    ROOT / "docs" / "value-service.md",
+]
 PROCESSES = ("orchestrator", "value_service", "policy_trainer")
 FOLDERS = (*PROCESSES, "services", "configs", "docs", "scripts", "benchmarks", "tests")
 TO_BE_WRITTEN = {"orchestrator/environments/largest.py"}
 """The page that the example tells the reader to add."""
-METRIC = re.compile(r"(reward|rollout|credit|evpo|value|policy|eval|time|tokens_per_s)(/[a-z_*]+)+")
+METRIC = re.compile(r"(reward|rollout|credit|evpo|value|policy|eval|time|tokens_per_s|alarm|checkpoint)(/[a-z_*]+)+")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 

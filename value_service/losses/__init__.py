@@ -9,6 +9,7 @@ Notable:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from services.wire.errors import ContractError
 from value_service.losses.explained_variance import FitMoments, Moments, explained_variance
 from value_service.losses.hl_gauss import hl_gauss_loss
-from value_service.losses.measures import TraceFit, calibration_metrics
+from value_service.losses.measures import TraceFit, auc, calibration_metrics
 from value_service.losses.mse import Sums, mse_loss
 from value_service.losses.support import Support
 from value_service.losses.two_hot import two_hot_loss
@@ -120,6 +121,7 @@ def summarize(
     fit: FitMoments | None = None,
     fit_at_scoring: FitMoments | None = None,
     by_trace: TraceFit | None = None,
+    values: Moments | None = None,
 ) -> dict[str, float | None]:
     """Named metrics from the totals of one critic update.
 
@@ -128,6 +130,7 @@ def summarize(
         fit: Pooled moments with the values of this update's forward (the first of K, before it changed anything).
         fit_at_scoring: Pooled moments with the values that fed the advantages.
         by_trace: Pooled moments over samples, with the same values as `fit`.
+        values: Pooled moments of these values at all loss tokens.
 
     Returns:
         `value/*` metrics. Without a loss token, `value/empty_batch` is 1 and means are absent; so is whatever the loss
@@ -149,6 +152,10 @@ def summarize(
     if by_trace is not None:
         metrics["value/explained_variance_by_trace"] = by_trace.means.explained_variance()
         metrics["value/explained_variance_first_token"] = by_trace.first.explained_variance()
+        if (area := auc(by_trace.pairs)) is not None:
+            metrics["value/auc"] = area
+    if values is not None and values.variance is not None:
+        metrics["value/value_std"] = math.sqrt(values.variance)
     return metrics
 
 

@@ -7,6 +7,8 @@ Legend: S samples, T tokens of all samples in a row, B calibration bins.
 Notable:
 - Tokens of one trace share its outcome, so explained variance over tokens is dominated by long traces. By trace, each
   sample counts once: by its mean over the loss tokens, and by its first action token, before anything was said.
+- AUC: the chance that a rollout which ended well began with a higher value than one that did not. It asks for the
+  order alone: a critic may rank well and be badly calibrated.
 - Calibration: the loss tokens are sorted into equal bins by their value; in a calibrated critic each bin's mean
   return is its mean value. Values outside the range count in the outer bins.
 - All are sums and moments that add up over micro-batches and ranks. Values are those before the update.
@@ -18,9 +20,10 @@ Deviations:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from value_service.losses.explained_variance import FitMoments
@@ -38,10 +41,12 @@ class TraceFit:
     """of each sample's mean target and mean value over its loss tokens"""
     first: FitMoments = field(default_factory=FitMoments)
     """of the target and the value at each sample's first action token"""
+    pairs: tuple[tuple[float, float], ...] = ()
+    """those targets and values themselves"""
 
     def merge(self, other: TraceFit) -> TraceFit:
         """Moments of both shards together."""
-        return TraceFit(self.means.merge(other.means), self.first.merge(other.first))
+        return TraceFit(self.means.merge(other.means), self.first.merge(other.first), (*self.pairs, *other.pairs))
 
 
 def trace_fit(
@@ -75,7 +80,27 @@ def trace_fit(
     first_of = first_of.scatter_reduce(0, owner[acting], acting, "amin")[trained]
     first = [x[first_of].double() for x in (returns, values)]
     sums = {"brier_sum": float((first[1] - first[0]).square().sum()), "traces": float(trained.sum())}
-    return TraceFit(FitMoments.of(*means), FitMoments.of(*first)), sums
+    pairs = tuple(zip(first[0].tolist(), first[1].tolist(), strict=True))
+    return TraceFit(FitMoments.of(*means), FitMoments.of(*first), pairs), sums
+
+
+def auc(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Chance that a good outcome has a higher value than a bad one (area under the ROC curve); ties count half.
+
+    Args:
+        pairs: Target and value of each sample. Good is a target above the middle between the lowest and the highest.
+
+    Returns:
+        0.5 for a critic that knows nothing, 1 for one that ranks all of them right; None where the targets are alike.
+    """
+    table = np.array(pairs, dtype=np.float64).reshape(-1, 2)  # [S, 2]
+    if len(table) == 0 or table[:, 0].min() == table[:, 0].max():
+        return None
+    good = table[:, 0] > (table[:, 0].min() + table[:, 0].max()) / 2
+    _, place, counts = np.unique(table[:, 1], return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # from 1 on; equal values share their mean rank
+    num_good, num_bad = int(good.sum()), int((~good).sum())
+    return float((ranks[good].sum() - num_good * (num_good + 1) / 2) / (num_good * num_bad))
 
 
 def calibration_sums(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from orchestrator import state
 from orchestrator.assemble import Orchestra
@@ -310,3 +313,82 @@ async def test_a_flipped_byte_of_the_orchestrators_part_is_refused_by_name(
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     assert state.read(commits(stage).path(1)).state.step == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ended at any moment
+
+
+numbers = itertools.count()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    schedule=st.sampled_from(["critic_first", "overlap"]),
+    max_off_policy_steps=st.integers(0, 2),
+    critic_only_steps=st.integers(0, 2),
+    interval_steps=st.integers(1, 3),
+    ends_after=st.integers(0, 14),
+    polite=st.booleans(),
+    turn_s=st.sampled_from([0.0, 0.02]),
+)
+def test_wherever_a_run_ends_every_group_trains_once_and_every_step_is_there_once(
+    tmp_path: Path,
+    server: Server,
+    model_dir: Path,
+    schedule: str,
+    max_off_policy_steps: int,
+    critic_only_steps: int,
+    interval_steps: int,
+    ends_after: int,
+    polite: bool,
+    turn_s: float,
+) -> None:
+    """Scenario: after so many requests to the engine the run is ended, or asked to end. Result: with a start from its
+    newest commit (anew where there is none) no group is lost, none is trained twice, and no row is missing or twice."""
+    config = config_of(
+        max_steps=6,
+        schedule=schedule,
+        max_critic_lag=1,
+        max_off_policy_steps=max_off_policy_steps,
+        critic_only_steps=critic_only_steps,
+    )
+    config = committing(config, interval_steps)
+    run_dir = tmp_path / f"run{next(numbers)}"
+
+    async def first(stage: Stage) -> None:
+        async with asyncio.timeout(RUN_DEADLINE_S), Orchestra(config, stage.context) as orchestra:
+            with stage.playing():
+                run = asyncio.create_task(orchestra.play())
+                await until(lambda: stage.engine.num_asked >= ends_after or run.done())
+                if polite:
+                    orchestra.request_commit()
+                else:
+                    run.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await run
+
+    with staged(run_dir, server, model_dir) as stage:
+        stage.engine.turn_s = turn_s
+        asyncio.run(first(stage))
+    newest = commits(stage).newest(allow_fallback=False)
+    assert newest is not None or not polite
+    if newest is None:
+        run_dir = tmp_path / f"run{next(numbers)}"
+    done = 0 if newest is None else newest.step
+    at = {
+        "commit_dir": None if newest is None else newest.folder,
+        "first_steps": (max(0, done - critic_only_steps), done),
+    }
+    with staged(run_dir, server, model_dir, **at) as again:
+        asyncio.run(play(config, again))
+    assert again.critic.started == list(range(done, 6))
+    for stream in ("rollout", "credit", "critic"):
+        assert sorted(steps_of(again.rows(stream))) == list(range(6))
+    assert steps_of(again.rows("policy")) == list(range(critic_only_steps, 6))
+    assert steps_of(again.rows("commit"))[-1] == 6
+    trained = [int(group) for batch in groups_of(run_dir) for group in batch]
+    assert len(trained) == len(set(trained)) == 6 * BATCH_SIZE
+    dropped = sum(row.get("rollout/dropped/stale", 0) for row in again.rows("rollout"))
+    assert max(trained) < 6 * BATCH_SIZE + dropped
+    assert all(row["rollout/staleness_max"] <= max_off_policy_steps for row in again.rows("rollout"))

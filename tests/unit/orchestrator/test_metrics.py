@@ -123,10 +123,31 @@ def test_rows_that_ran_ahead_of_a_commit_are_removed_but_for_its_own(tmp_path: P
 
 def test_a_file_that_lost_its_end_loses_the_row_that_is_not_whole(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "traces.jsonl")
-    assert lines.num_bytes == 0 and lines.cut(100) == []
+    lines.cut(100)
+    assert lines.num_bytes == 0 and list(lines.rows()) == []
     lines.write({"step": 0})
     lines.write({"step": 1})
     num_bytes = lines.num_bytes
     (tmp_path / "traces.jsonl").write_bytes((tmp_path / "traces.jsonl").read_bytes()[:-3])
-    assert lines.cut(num_bytes) == [{"step": 0}]
+    lines.cut(num_bytes)
+    assert list(lines.rows()) == [{"step": 0}]
     assert (tmp_path / "traces.jsonl").read_text() == '{"step":0}\n'
+
+
+@pytest.mark.parametrize("size", [10, 2**16 - 1, 2**16, 3 * 2**16])
+def test_rows_of_any_length_are_cut_where_they_end(tmp_path: Path, size: int) -> None:
+    lines = JsonLines(tmp_path / "traces.jsonl")
+    for step in range(3):
+        lines.write({"step": step, "text": "x" * size})
+    lines.cut(lines.num_bytes - 5)
+    assert [row["step"] for row in lines.rows()] == [0, 1]
+    lines.cut(3)
+    assert lines.num_bytes == 0
+
+
+def test_a_commit_whose_row_was_never_written_gets_one(tmp_path: Path) -> None:
+    Metrics(tmp_path).add("rollout", 0, {"reward/mean": 0.25})
+    again = Metrics(tmp_path)
+    again.go_on_from(1, again.num_bytes)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["stream"]) for row in rows] == [(0, "rollout"), (1, "commit")]

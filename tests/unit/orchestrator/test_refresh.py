@@ -11,6 +11,7 @@ from orchestrator.refresh import refresh_advantages
 from services.config.algorithm import SaoConfig
 from services.transport.score_client import ScoreClient
 from services.wire.samples import StopReason, Trace
+from services.wire.scoring import ScoredBatch, decode_request, encode_reply
 from tests.samples import make_sample
 
 
@@ -23,11 +24,11 @@ class Critic:
         self.requests: list[int] = []
 
     async def score(self, request: web.Request) -> web.Response:
-        lengths = [len(ids) for ids in (await request.json())["batched_token_ids"]]
-        self.requests.append(len(lengths))
-        values = [[0.0] + [self.worth] * (length - 1) for length in lengths]
-        worths = [self.worth] * len(lengths)
-        return web.json_response({"values": values, "bootstrap_values": worths, "critic_step": self.critic_step})
+        batch = decode_request(await request.read())
+        self.requests.append(len(batch.lengths))
+        values = np.concatenate([[0.0] + [self.worth] * (length - 1) for length in batch.lengths.tolist()])
+        worths = np.full(len(batch.lengths), self.worth)
+        return web.Response(body=encode_reply(ScoredBatch(batch.lengths, values, worths, self.critic_step)))
 
 
 def group(group_id: str, *rewards: float) -> Group:

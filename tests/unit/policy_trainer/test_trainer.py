@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from policy_trainer.trainer import PolicyTrainer
 from services.config.train import PolicyConfig
+from services.model.freeze import freeze
 from services.model.snapshot import verify_snapshot
 from services.model.tiny import byte_tokenizer
 from services.packing.grid import build_grid
@@ -100,8 +101,13 @@ def test_on_its_own_samples_the_ratio_is_one_at_the_temperature_of_sampling(
 
 
 def test_another_temperature_than_that_of_sampling_shows_as_a_mismatch(model: PreTrainedModel, folder: Path) -> None:
-    row = trainer_of(model, folder).train(grid(samples(model, folder, temperature=0.6), temperature=1.0))
+    rows = samples(model, folder, temperature=0.6)
+    pairs = zip(rows, samples(model, folder, temperature=1.0), strict=True)
+    gaps = np.concatenate([(b.branch.logprobs - a.branch.logprobs)[a.branch.loss_mask] for a, b in pairs])
+    row = trainer_of(model, folder).train(grid(rows, temperature=1.0))
     assert row["policy/mismatch_max"] > 0.1
+    assert row["policy/mismatch_log_ratio"] == pytest.approx(gaps.mean(), abs=1e-4)
+    assert row["policy/mismatch_mean"] == pytest.approx(np.abs(gaps).mean(), abs=1e-4)
 
 
 def test_mismatch_is_measured_before_the_first_of_several_updates(model: PreTrainedModel, folder: Path) -> None:
@@ -131,6 +137,28 @@ def test_a_step_moves_the_weights_and_a_control_run_does_not(model: PreTrainedMo
     assert changed(before, model) == 0
     row = trainer_of(model, folder).train(grid(rows))
     assert changed(before, model) == len(before) and row["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "still"),
+    [
+        ({}, set()),
+        ({"freeze": ["attention", "embed_tokens"]}, {"attention", "embeddings"}),
+        ({"freeze": ["mlp"]}, {"mlp"}),
+        ({"optim": {"lr": 0.0}}, {"attention", "mlp", "embeddings", "norms"}),
+    ],
+)
+def test_the_row_says_which_parts_moved_and_which_did_not(
+    settings: dict, still: set[str], model: PreTrainedModel, folder: Path
+) -> None:
+    rows = samples(model, folder, temperature=1.0)
+    freeze(model, settings.get("freeze", []), role="policy")
+    row = trainer_of(model, folder, **settings).train(grid(rows))
+    moved = {name.removeprefix("policy/moved/"): value for name, value in row.items() if "/moved/" in name}
+    assert moved.keys() == {"attention", "mlp", "embeddings", "norms"}, "the output head is the embedding"
+    assert {part for part, how_far in moved.items() if how_far == 0.0} == still
+    assert moved.pop("norms") in (0.0, 1.0), "gemma's begin at zero"
+    assert all(1e-5 < how_far < 0.1 for part, how_far in moved.items() if part not in still)
 
 
 def test_advantages_of_zero_give_a_gradient_of_zero_and_nothing_non_finite(

@@ -166,6 +166,27 @@ def test_metrics_count_tokens_and_samples():
     assert metrics["credit/advantage_abs_mean"] == pytest.approx(sum(map(abs, flat)) / 3)
 
 
+def test_the_sizes_of_advantages_of_failed_and_successful_traces_are_compared_by_token():
+    """By hand: failed tokens |-.5|, |-.5|, |-.2| make .4 in the mean, successful ones .1 and .3 make .2: ratio 2."""
+
+    def samples(*rewards):
+        numbers = [[-0.5, -0.5], [-0.2], [0.1, 0.3]]
+        out = [make_sample([1] * len(a), values=[0] * len(a), reward=r) for a, r in zip(numbers, rewards, strict=True)]
+        for sample, advantages in zip(out, numbers, strict=True):
+            sample.advantages = np.array([9.0, *advantages])  # the prompt token is not sampled
+        return out
+
+    ratio = "credit/advantage_abs_ratio"
+    assert credit_metrics(samples(0.0, 0.0, 1.0))[ratio] == pytest.approx(2.0)
+    assert credit_metrics(samples(-1.0, 0.9, 3.0))[ratio] == pytest.approx(2.0), "the middle is 1"
+    assert ratio not in credit_metrics(samples(1.0, 1.0, 1.0)), "nothing failed"
+    flat = samples(0.0, 0.0, 1.0)
+    flat[2].advantages = np.zeros(3)
+    assert ratio not in credit_metrics(flat)
+    flat[2].branch.action_mask[:] = False
+    assert ratio not in credit_metrics(flat), "the only success has no token"
+
+
 def test_metrics_of_an_empty_batch_have_no_means():
     assert credit_metrics([]) == {
         "credit/action_tokens": 0,

@@ -119,6 +119,14 @@ def test_a_dumped_config_loads_equal(tmp_path):
     assert from_toml(to_toml(other)) == other
 
 
+@pytest.mark.parametrize("role", ["policy", "value"])
+def test_a_batch_has_no_more_mini_batches_than_groups(tmp_path, role):
+    settings = [("orchestrator.batch_size", "8"), ("orchestrator.group_size", "2")]
+    resolve([write(tmp_path, GOOD)], [*settings, (f"{role}.mini_batches", "4")])
+    with pytest.raises(ConfigError, match=rf"{role}\.mini_batches: 5 mini-batches .* 4 groups; fix: give at most 4"):
+        resolve([write(tmp_path, GOOD)], [*settings, (f"{role}.mini_batches", "5")])
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_resolves_with_its_defaults_and_loads_equal(tmp_path, name):
     settings = [("algorithm.type", name), ("orchestrator.group_size", "4")]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
-from services.launch.live import status_line
+from services.launch.live import LiveView, status_line
 from services.launch.report import draw, summary, text_report
 from services.launch.rows import Series, chart, read_rows, series, sparkline
 from services.wire.errors import UsageError
@@ -90,3 +91,26 @@ def test_a_status_becomes_one_line_that_says_who_waits_for_whom():
     }
     assert status_line(status) == "step 3/9 | reward 0.500 | tok/s policy 12 | orchestrator waits for critic step 3"
     assert status_line(None) == "processes are starting"
+
+
+def test_the_summary_tells_each_alarm_with_its_steps(run_dir):
+    rows = [{"step": step, "stream": "critic", "alarm/constant_values": 1.0} for step in (12, 13, 17)]
+    path = run_dir / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + path.read_text())
+    assert "constant_values in 3 step(s), 12 to 17" in summary(run_dir)
+
+
+def test_an_alarm_of_the_status_is_said_once():
+    """Scenario: two looks show the same alarm, the second also a later one of the same name."""
+    stream = io.StringIO()
+    view = LiveView(stream)
+    alarm = {"name": "constant_values", "step": 12, "text": "spread by 0; likely: a zeroed head"}
+    for alarms in ([], [alarm], [alarm, alarm | {"step": 112}]):
+        view._say_alarms({"alarms": alarms})
+    view._say_alarms(None)
+    view._say_alarms({})
+    lines = [line for line in stream.getvalue().splitlines() if line]
+    assert lines == [
+        "ALARM constant_values at step 12: spread by 0; likely: a zeroed head",
+        "ALARM constant_values at step 112: spread by 0; likely: a zeroed head",
+    ]

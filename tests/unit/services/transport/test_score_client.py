@@ -7,15 +7,26 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from services.runtime.auth import Token
 from services.transport.http import get_json, make_session, post_json
 from services.transport.score_client import ScoreClient
 from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost, ScoreContractError
+from services.wire.scoring import decode_request
 
 BRANCHES = [[1, 2, 3], [4, 5]]
-GOOD = {"values": [[0.0, 0.5, -1.25], [0.0, 2.0]], "bootstrap_values": [0.75, -0.5], "critic_step": 7}
+VALUES, BOOTSTRAP_VALUES = [[0.0, 0.5, -1.25], [0.0, 2.0]], [0.75, -0.5]
+GOOD: dict[str, Any] = {
+    "lengths": np.array([3, 2], dtype="<u4"),
+    "values": np.array([0.0, 0.5, -1.25, 0.0, 2.0], dtype="<f4"),
+    "bootstrap_values": np.array(BOOTSTRAP_VALUES, dtype="<f4"),
+    "critic_step": 7,
+}
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -71,13 +82,23 @@ def reply(status: int, body: bytes, headers: str = "") -> Answer:
     return answer
 
 
-def scored(**changes: object) -> Answer:
-    return reply(200, json.dumps(GOOD | changes).encode())
+def lengths(*each: int) -> np.ndarray:
+    return np.array(each, dtype="<u4")
+
+
+def packed(**changes: Any) -> bytes:
+    """A reply with some parts changed; lists become f32."""
+    parts = GOOD | {k: np.array(v, dtype="<f4") if isinstance(v, list) else v for k, v in changes.items()}
+    return msgspec.msgpack.encode({k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in parts.items()})
+
+
+def scored(**changes: Any) -> Answer:
+    return reply(200, packed(**changes))
 
 
 def truncated(fraction: float, *, chunked: bool = False) -> Answer:
     """Die in the middle of the body."""
-    body = json.dumps(GOOD).encode()
+    body = packed()
     part = body[: int(len(body) * fraction)]
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -114,30 +135,33 @@ async def score(url: str, *, deadline_s: float = 10):
 async def test_values_come_back_in_the_requests_order_from_one_request():
     async with open_peer(scored()) as (peer, url):
         result = await score(url)
-        assert (result.values, result.bootstrap_values) == (GOOD["values"], GOOD["bootstrap_values"])
+        assert (result.values, result.bootstrap_values) == (VALUES, BOOTSTRAP_VALUES)
         assert result.critic_step == 7
         ((first, headers, body),) = peer.requests
         assert first == "POST /v1/score HTTP/1.1"
-        assert headers["content-type"] == "application/json"
-        assert json.loads(body) == {"batched_token_ids": BRANCHES}
+        assert headers["content-type"] == headers["accept"] == "application/msgpack"
+        assert "authorization" not in headers
+        batch = decode_request(body)
+        assert (batch.lengths.tolist(), batch.token_ids.tolist()) == ([3, 2], [1, 2, 3, 4, 5])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"values": GOOD["values"][:1]}, "1 branches of values"),
-        ({"values": [*GOOD["values"], [0.0]]}, "3 branches of values"),
+        ({"lengths": lengths(5)}, "1 branches of values"),
+        ({"lengths": lengths(3, 1, 1)}, "3 branches of values"),
         ({"bootstrap_values": [0.75]}, "1 bootstrap values"),
-        ({"values": [[0.0, 0.5, -1.25], [0.0]]}, "branch 1: 1 values for 2 tokens"),
-        ({"values": [[0.0, 2.0], [0.0, 0.5, -1.25]]}, "branch 0: 2 values for 3 tokens"),
-        ({"values": [[0.0, 0.5, float("nan")], [0.0, 2.0]]}, "reply is not one"),
-        ({"values": [[0.0, 0.5, float("inf")], [0.0, 2.0]]}, "reply is not one"),
-        ({"values": [[0.0, 0.5, None], [0.0, 2.0]]}, "reply is not one"),
-        ({"values": [[0.0, 0.5, True], [0.0, 2.0]]}, "reply is not one"),
-        ({"values": [[0.0, 0.5, "1.0"], [0.0, 2.0]]}, "reply is not one"),
-        ({"bootstrap_values": [0.75, float("nan")]}, "reply is not one"),
-        ({"bootstrap_values": [0.75, None]}, "reply is not one"),
+        ({"lengths": lengths(3, 1), "values": VALUES[0] + [0.0]}, "branch 1: 1 values for 2 tokens"),
+        ({"lengths": lengths(2, 3)}, "branch 0: 2 values for 3 tokens"),
+        ({"values": VALUES[0]}, "3 values in all for 5 tokens"),
+        ({"values": [*VALUES[0], 0.0, float("nan")]}, "branch 1: a value is not finite"),
+        ({"values": [0.0, float("inf"), 0.0, 0.0, 0.0]}, "branch 0: a value is not finite"),
+        ({"bootstrap_values": [0.75, float("nan")]}, "branch 1: the bootstrap value is not finite"),
+        ({"values": None}, "reply is not one"),
+        ({"values": b"123"}, "reply is not one"),
+        ({"values": "text"}, "reply is not one"),
         ({"critic_step": None}, "reply is not one"),
+        ({"critic_step": True}, "reply is not one"),
         ({"critic_step": -1}, "critic_step"),
     ],
 )
@@ -148,24 +172,51 @@ async def test_a_reply_that_does_not_fit_is_refused_at_once(changes: dict, messa
         assert len(peer.requests) == 1
 
 
-async def test_a_number_too_large_for_a_float_is_refused():
-    body = json.dumps(GOOD).replace("-1.25", "1e999").encode()
-    async with open_peer(reply(200, body)) as (_, url):
-        with pytest.raises(ScoreContractError):
-            await score(url)
-
-
-async def test_a_reply_that_is_not_json_or_nests_deeply_is_refused():
-    for body in (b"", b"ok", b"[" * 3000, b'{"values": [[0.0'):
+async def test_a_reply_that_is_not_message_pack_or_nests_deeply_is_refused():
+    for body in (b"", b"ok", b"\x91" * 4000, packed()[:20], b'{"values": [[0.0]]}'):
         async with open_peer(reply(200, body)) as (_, url):
             with pytest.raises(ScoreContractError):
                 await score(url)
 
 
+async def test_ids_that_no_request_can_carry_are_refused_before_anything_is_sent():
+    client = ScoreClient("http://127.0.0.1:9")
+    with pytest.raises(ScoreContractError, match="branch 1: token ids are integers"):
+        await client.score([[1], [-1]], deadline_s=5)
+    await client.close()
+
+
+async def test_the_token_is_shown_and_its_refusal_does_not_tell_it():
+    token = Token("0123456789abcdef")
+    async with open_peer(scored(), reply(401, b"no")) as (peer, url):
+        client = ScoreClient(url, token=token)
+        await client.score(BRANCHES, deadline_s=5)
+        with pytest.raises(ContractError, match="answered 401: no") as refused:
+            await client.score(BRANCHES, deadline_s=5)
+        assert "0123" not in str(refused.value)
+        await client.close()
+        assert [headers["authorization"] for _, headers, _ in peer.requests] == [token.header()] * 2
+
+
+async def test_what_a_service_says_of_itself_is_checked():
+    models = {
+        "data": [{"id": "run", "max_model_len": 64, "vocab_size": 261}],
+        "limits": {"bytes": 1, "branches": 2, "tokens": 3},
+    }
+    async with open_peer(reply(200, json.dumps(models).encode()), reply(200, b'{"data": []}')) as (_, url):
+        client = ScoreClient(url)
+        facts = await client.facts(deadline_s=5)
+        assert (facts.model, facts.max_model_len, facts.vocab_size) == ("run", 64, 261)
+        assert (facts.max_bytes, facts.max_branches, facts.max_tokens) == (1, 2, 3)
+        with pytest.raises(ContractError, match="is not a value service"):
+            await client.facts(deadline_s=5)
+        await client.close()
+
+
 @pytest.mark.parametrize(("fraction", "chunked"), [(0.0, False), (0.5, False), (0.5, True), (1.0, True)])
 async def test_a_body_cut_in_the_middle_is_refused_and_asked_for_again(fraction: float, chunked: bool):
     async with open_peer(truncated(fraction, chunked=chunked), scored()) as (peer, url):
-        assert (await score(url)).values == GOOD["values"]
+        assert (await score(url)).values == VALUES
         assert len(peer.requests) == 2
 
 

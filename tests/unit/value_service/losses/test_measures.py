@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from value_service.losses import summarize
-from value_service.losses.measures import TraceFit, calibration_metrics, calibration_sums, trace_fit
+from value_service.losses.explained_variance import Moments
+from value_service.losses.measures import TraceFit, auc, calibration_metrics, calibration_sums, trace_fit
 
 LENGTHS = torch.tensor([4, 3, 5])
 ACTION = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1]).bool()
@@ -75,3 +76,41 @@ def test_bins_span_the_range_that_they_are_given_and_none_gives_no_metric() -> N
     sums = calibration_sums(torch.tensor([-1.0, 0.0, 3.0]), torch.zeros(3), low=-1.0, high=1.0)
     assert {name for name in sums if "tokens" in name} == {f"calibration_tokens_{n}" for n in (0, 5, 9)}
     assert calibration_sums(torch.zeros(0), torch.zeros(0)) == {} == calibration_metrics({})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "area"),
+    [
+        ([(0.0, 0.1), (0.0, 0.4), (1.0, 0.35), (1.0, 0.8)], 0.75),
+        ([(0.0, 0.1), (1.0, 0.9)], 1.0),
+        ([(0.0, 0.9), (1.0, 0.1)], 0.0),
+        ([(0.0, 0.5), (1.0, 0.5), (1.0, 0.5)], 0.5),
+        ([(0.0, 0.3), (1.0, 0.3), (1.0, 0.7)], 0.75),
+        ([(-1.0, 0.0), (3.0, 2.0), (0.9, 1.0)], 1.0),
+        ([(1.0, 0.2), (1.0, 0.9)], None),
+        ([], None),
+    ],
+)
+def test_auc_is_the_chance_of_the_right_order(pairs: list[tuple[float, float]], area: float | None) -> None:
+    """By hand: of the four pairs of a good and a bad outcome in the first row, three are in order. Ties count half,
+    and good is above the middle of the targets' range."""
+    assert auc(pairs) == area
+
+
+def test_auc_is_that_of_all_pairs_written_out_and_does_not_depend_on_the_split() -> None:
+    rng = np.random.default_rng(3)
+    pairs = [(float(y), float(v)) for y, v in zip(rng.integers(0, 2, 60), rng.integers(0, 9, 60) / 8, strict=True)]
+    good, bad = ([v for y, v in pairs if y == outcome] for outcome in (1, 0))
+    slow = np.mean([1.0 if g > b else 0.5 if g == b else 0.0 for g in good for b in bad])
+    assert auc(pairs) == pytest.approx(slow, rel=1e-12)
+    one, two = TraceFit(pairs=tuple(pairs[:17])), TraceFit(pairs=tuple(pairs[17:]))
+    assert auc(one.merge(two).pairs) == auc(two.merge(one).pairs) == auc(pairs)
+    assert summarize({}, by_trace=one.merge(two))["value/auc"] == auc(pairs)
+    assert "value/auc" not in summarize({}, by_trace=TraceFit())
+
+
+def test_the_spread_of_the_values_is_their_population_standard_deviation() -> None:
+    """[1, 3] around 2: 1. Undefined for one value: absent."""
+    assert summarize({}, values=Moments.of([1.0, 3.0]))["value/value_std"] == 1.0
+    assert "value/value_std" not in summarize({}, values=Moments.of([1.0]))
+    assert summarize({}, values=Moments.of([0.5] * 9))["value/value_std"] == 0.0
