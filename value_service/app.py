@@ -32,7 +32,7 @@ from value_service.scorer import ScoreJob, Scorer
 
 INLINE_BYTES = 32 * 1024
 """Smaller bodies, and replies, are not worth another thread."""
-MAX_LOAD_BYTES = 8 * 1024
+MAX_LOAD_BYTES = 64 * 1024
 RETRY_AFTER_S = "1"
 
 

@@ -123,8 +123,10 @@ three epochs of 64 rows an update. Explained variance (EV) of the returns' mean 
 
 {table(rows)}
 
-{verdict} The last column is the critic on the policy under test, which made none of its rows: values of the first batch
-of a run, before anything trained on it.
+{verdict}
+
+The last column is the critic on the policy under test, which made none of its rows: values of the first batch of a run,
+before anything trained on it.
 """
     print(text)
     if args.write:

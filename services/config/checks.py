@@ -300,7 +300,12 @@ def _model(config: Config) -> Iterator[Finding]:
 
 
 def _init_from(config: Config) -> Iterator[Finding]:
-    if config.value is None or config.value.init_from is None:
+    if config.value is None:
+        return
+    if config.value.init_from is None:
+        if config.value.min_initial_explained_variance is not None:
+            key, fix = ("value", "min_initial_explained_variance"), "delete it, or give value.init_from"
+            yield Finding(key, "a critic that starts from nothing explains nothing", fix, (("value", "init_from"),))
         return
     folder = model_folder(config.model.path) if model_problem(config.model.path) is None else None
     for what, fix in init_from_problems(config.value.init_from, config.value.loss, folder):

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +89,9 @@ async def _score_file(url: str, path: Path, out: Path | None, token: Token | Non
         await client.close()
 
 
-async def _scored(client: ScoreClient, path: Path, facts: ServiceFacts, deadline_s: float) -> Any:
+async def _scored(
+    client: ScoreClient, path: Path, facts: ServiceFacts, deadline_s: float
+) -> AsyncIterator[tuple[Row, list[float], float, int]]:
     """Rows with their values, in order."""
     under_way: deque[tuple[list[Row], asyncio.Task[ScoreReply]]] = deque()
     batches = _batches(path, facts)

@@ -36,6 +36,8 @@ class Pretrained:
     rows: Path
     whole: Path
     cut: Path
+    shared: Path
+    """as `whole`, but for its layout: two context ranks instead of two data ranks"""
     preempted: tuple[int, list[int]]
     """exit code, and the commits there were"""
     output: str
@@ -53,7 +55,7 @@ def pretrained(tmp_path_factory) -> Pretrained:
     settings = [
         *("--value.pretrain.files", f'["{rows}"]', "--value.pretrain.batch_size", "8", "--value.pretrain.epochs", "2"),
         *("--value.pretrain.held_out_fraction", "0.3", "--value.pretrain.eval_interval_updates", "0"),
-        *("--deployment.num_value_gpus", "2", "--checkpoint.interval_steps", "0", "--value.freeze", "none"),
+        *("--deployment.num_value_gpus", "2", "--checkpoint.interval_steps", "0", "--value.optim.lr", "1e-3"),
     ]
     whole, cut = folder / "whole", folder / "cut"
     code, output = cli("pretrain-value", SAO, *settings, "--run.dir", str(whole), log=folder / "whole.out")
@@ -66,7 +68,10 @@ def pretrained(tmp_path_factory) -> Pretrained:
     preempted = process.wait(timeout=60), Commits(cut / "checkpoints").steps()
     code, again = cli("pretrain-value", SAO, *settings, "--run.dir", str(cut), "--resume", log=folder / "again.out")
     assert code == 0, again
-    return Pretrained(rows, whole, cut, preempted, output)
+    shared, cp = folder / "shared", ("--value.model.cp", "2")
+    code, other = cli("pretrain-value", SAO, *settings, *cp, "--run.dir", str(shared), log=folder / "shared.out")
+    assert code == 0, other
+    return Pretrained(rows, whole, cut, shared, preempted, output)
 
 
 def rows_of(run_dir: Path, stream: str) -> list[dict[str, Any]]:
@@ -94,6 +99,14 @@ def test_sigterm_commits_ends_with_75_and_the_rest_has_the_same_bits(pretrained:
     assert all((tensor == weights[1][name]).all() for name, tensor in weights[0].items())
     for run_dir in (pretrained.whole, pretrained.cut):
         assert not processes_of(run_dir)
+
+
+def test_another_layout_takes_the_same_updates(pretrained: Pretrained) -> None:
+    for stream, names in (("pretrain", ("value/loss", "value/grad_norm")), ("held_out", ("value/loss", "value/bias"))):
+        one, other = rows_of(pretrained.whole, stream), rows_of(pretrained.shared, stream)
+        assert len(one) == len(other) > 0
+        for name in names:
+            assert [row[name] for row in one] == pytest.approx([row[name] for row in other], rel=1e-4), name
 
 
 def test_it_ends_with_a_summary_a_picture_and_what_the_critic_has_seen(pretrained: Pretrained) -> None:

@@ -154,7 +154,7 @@ async def test_without_roots_and_with_a_wrong_body_nothing_is_read(tiny_model: P
             (b'{"path": "a", "secret": 1}', JSON, 422),
             (b"{", JSON, 400),
             (b"[" * 5000, JSON, 422),
-            (b" " * 9000, JSON, 413),
+            (b" " * 70_000, JSON, 413),
             (b"{}", {}, 415),
         ):
             answer = await call(service.app, "POST", "/load", body, headers)

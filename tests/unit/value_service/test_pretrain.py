@@ -170,6 +170,12 @@ def test_commits_come_at_their_interval_and_at_the_end(corpus: Corpus, tmp_path:
     assert Commits(tmp_path / "run" / "checkpoints").steps() == sorted({done, *range(3, done + 1, 3)}, reverse=True)
 
 
+@pytest.mark.parametrize("roles", [("data",), ("policy", "orchestrator", "data"), ("critic",)])
+def test_only_a_pretraining_run_commits_a_position_in_files(roles: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a commit has policy"):
+        Commits(tmp_path).commit(1, roles, run_id="r", epoch=1, identity={})
+
+
 def test_a_position_in_other_rows_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     config, run_dir = corpus.config(tmp_path), tmp_path / "run"
     start(config, run_dir).run(stop=True)

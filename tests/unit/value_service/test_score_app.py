@@ -237,7 +237,11 @@ def test_the_schema_is_true_for_whatever_it_allows_and_forbids(service: InProces
         for mode in schemathesis.GenerationMode:
 
             @hypothesis.settings(
-                max_examples=20, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+                max_examples=20,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                suppress_health_check=list(hypothesis.HealthCheck),
             )
             @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
             def holds(case: schemathesis.Case) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from services.config.corpus import manifests_of, pretraining_config
 from services.config.exported import tokenizer_sha256
+from services.config.resolve import resolve
 from services.config.schema import Config, from_toml, to_toml
 from services.wire.errors import ConfigError
 from tests.corpora import row, write_corpus
@@ -80,6 +81,12 @@ def test_a_file_of_another_tokenizer_is_refused_once_the_model_is_there(tmp_path
         manifests_of(config, tiny_model)
     write_corpus(tmp_path, [row()], tokenizer_sha256=tokenizer_sha256(tiny_model))
     assert len(manifests_of(config, tiny_model)) == 1
+
+
+def test_a_least_explained_variance_needs_a_critic_from_somewhere() -> None:
+    demo = Path(__file__).parents[4] / "configs" / "demo" / "sao.toml"
+    with pytest.raises(ConfigError, match=r"a critic that starts from nothing explains nothing"):
+        resolve([demo], [("value.min_initial_explained_variance", "0.1")])
 
 
 def test_every_file_that_is_missing_is_told(tmp_path: Path) -> None:
