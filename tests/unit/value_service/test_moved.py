@@ -97,7 +97,6 @@ def test_what_trains_moves_and_what_does_not_shows_exactly_zero(
 
 
 def test_adapters_move_in_place_of_the_backbone_and_none_is_where_it_is_frozen(model: PreTrainedModel) -> None:
-    pytest.importorskip("peft")
     updater, critic = updater_of(model, lora={"rank": 2, "targets": ["all-linear"]}, freeze=["attention"])
     row = updater.train(grid(0))
     assert {part for part, how_far in moved(row).items() if how_far > 0} == {"head", "adapters"}

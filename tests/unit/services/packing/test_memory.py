@@ -114,7 +114,6 @@ def test_frozen_parts_have_neither_gradients_nor_moments(kind: str, names: list[
     ],
 )
 def test_of_an_adapted_model_the_adapters_alone_train(kind: str, targets: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     config = policy(lora={"rank": 4, "targets": targets})
     model = load_causal_lm(folder_of(tmp_path, kind), init="random")
     assert config.lora is not None
