@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
 
 from policy_trainer.build import build_policy
 from policy_trainer.trainer import PolicyTrainer
 from services.config.context import load_run
-from services.runtime.lifecycle import install_stop_handlers, run_process
+from services.runtime.lifecycle import install_stop_handlers, run_rank
 from services.training.assemble import check_model, join_group, resume, serve_group
 from services.training.control import ServerThread, control_app
 from services.training.parts import Part
@@ -64,10 +62,7 @@ def run(run_dir: Path) -> None:
 
 def main() -> None:
     """Entry point of each rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True, help="run directory")
-    args = parser.parse_args()
-    run_process(f"policy-{os.environ.get('RANK', '0')}", args.run_dir, lambda: run(args.run_dir))
+    run_rank("policy", run, description=__doc__)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
 
 from loguru import logger
@@ -11,7 +9,7 @@ from loguru import logger
 from services.config.context import load_run
 from services.model.shard import whole_tensor
 from services.runtime.auth import read_token
-from services.runtime.lifecycle import install_stop_handlers, run_process
+from services.runtime.lifecycle import install_stop_handlers, run_rank
 from services.training.assemble import check_model, join_group, resume, serve_group
 from services.training.control import ServerThread
 from services.training.parts import Part, divided_in_critic
@@ -74,10 +72,7 @@ def run(run_dir: Path) -> None:
 
 def main() -> None:
     """Entry point of each rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True, help="run directory")
-    args = parser.parse_args()
-    run_process(f"value-{os.environ.get('RANK', '0')}", args.run_dir, lambda: run(args.run_dir))
+    run_rank("value", run, description=__doc__)
 
 
 if __name__ == "__main__":

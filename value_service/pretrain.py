@@ -11,7 +11,6 @@ Notable:
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import threading
@@ -33,7 +32,7 @@ from services.packing.cost import cost_of_role
 from services.packing.grid import build_grid
 from services.runtime.commits import Commits
 from services.runtime.durable import write_atomic
-from services.runtime.lifecycle import install_stop_handlers, run_process
+from services.runtime.lifecycle import install_stop_handlers, run_rank
 from services.runtime.manifests import write_manifest
 from services.runtime.progress import Progress, ProgressFile
 from services.training.assemble import check_model, join_group, resume
@@ -375,10 +374,7 @@ def run(run_dir: Path) -> None:
 
 def main() -> None:
     """Entry point of each rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True, help="run directory")
-    args = parser.parse_args()
-    run_process(f"value-{os.environ.get('RANK', '0')}", args.run_dir, lambda: run(args.run_dir))
+    run_rank("value", run, description=__doc__)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Notable:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import errno
@@ -81,6 +82,20 @@ def run_process(name: str, run_dir: Path, main: Callable[[], None]) -> NoReturn:
         _note_the_request(name, run_dir)
     logger.info("{} ends normally", name)
     _end(EXIT_DONE)
+
+
+def run_rank(group: str, run: Callable[[Path], None], *, description: str | None) -> NoReturn:
+    """Entry point of one rank of a torchrun group: `run` on the `--run-dir` of the command line, by `run_process`.
+
+    Args:
+        group: Its name; with the rank that torchrun gives it, this process's.
+        run: The whole work of the rank, in the run directory.
+        description: For `--help`.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--run-dir", type=Path, required=True, help="run directory")
+    run_dir: Path = parser.parse_args().run_dir
+    run_process(f"{group}-{os.environ.get('RANK', '0')}", run_dir, lambda: run(run_dir))
 
 
 def die_with_parent() -> None:

@@ -244,14 +244,7 @@ class _Read:
             whole = places.whole(name, own, everywhere=True) if kind in ("parameters", *MOMENTS) else own
             wanted |= {key: whole} if whole is not None else {}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it says that nothing is coordinated: nothing need be
-                read_tensors(
-                    wanted,
-                    storage_reader=FileSystemReader(folder),
-                    planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                    no_dist=True,
-                )
+            read_alone(folder, wanted)
         except CheckpointException as error:
             return _told(error, 0)  # to DCP it is alone
         return ""
@@ -334,6 +327,22 @@ def _damage(folder: Path, ranks: Ranks) -> str:
         return str(error)
     owner = (folder / METADATA).stat().st_uid
     return "" if owner == os.geteuid() else f"{METADATA} belongs to user {owner}, not to {os.geteuid()}"
+
+
+def read_alone(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
+    """Fill tensors from a role's files, by key, without a word to any other rank.
+
+    Raises:
+        CheckpointException: torch cannot read them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that nothing is coordinated: nothing need be
+        read_tensors(
+            wanted,
+            storage_reader=FileSystemReader(folder),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
 
 
 def seed_anew(seed: int, steps_done: int, rank: int) -> None:

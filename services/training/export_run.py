@@ -13,15 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import msgspec
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from services.config.context import RunContext, load_run
 from services.config.exported import support_of_loss
@@ -30,7 +26,7 @@ from services.model.backbone import what_trains
 from services.model.export import State, copy_snapshot, export_critic, export_policy
 from services.model.snapshot import snapshot_dir
 from services.runtime.commits import Commits
-from services.training.checkpoint import FORMAT, METADATA, STATE, SavedState
+from services.training.checkpoint import FORMAT, METADATA, STATE, SavedState, read_alone
 from services.wire.errors import CommitError, ConfigError, CounterpointError, DamagedCommit
 
 
@@ -54,14 +50,7 @@ def read_role_state(folder: Path) -> dict[str, torch.Tensor]:
     specs |= {f"buffers/{name}": spec for name, spec in state.buffers.items()}
     tensors = {key: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for key, spec in specs.items()}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that nothing is coordinated: nothing need be
-            read_tensors(
-                tensors,
-                storage_reader=FileSystemReader(folder),
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=True,
-            )
+        read_alone(folder, tensors)
     except CheckpointException as error:
         raise DamagedCommit(f"{folder}: {next(iter(error.failures.values()))[0]}") from error
     return {key.partition("/")[2]: tensor for key, tensor in tensors.items()}
