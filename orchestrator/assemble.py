@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import aiohttp
 from loguru import logger
 
 from orchestrator import state
@@ -33,6 +32,8 @@ from orchestrator.producer import Producer
 from orchestrator.publisher import Publisher
 from orchestrator.recorder import Recorder
 from orchestrator.replay import RecordedRollouts
+from orchestrator.rollout import Engine
+from orchestrator.routing import Routing
 from orchestrator.state import Snapshot, State
 from orchestrator.status_page import StatusPage
 from orchestrator.tasks import TaskStream
@@ -43,7 +44,8 @@ from services.config.context import RunContext
 from services.config.identity import identity_of
 from services.config.schema import Config
 from services.inference.client import EngineClient
-from services.runtime.auth import read_token
+from services.inference.generation import GenerationClient
+from services.runtime.auth import Token, critic_token, grid_key, run_token
 from services.transport.grid_sender import GridSender
 from services.transport.http import make_session
 from services.transport.score_client import ScoreClient
@@ -59,30 +61,39 @@ class Orchestra:
     def __init__(self, config: Config, context: RunContext) -> None:
         self._config = config
         self._context = context
+        self.is_conducting = False
+        """whether the loop has begun: before that there is nothing new to commit"""
 
     async def __aenter__(self) -> Orchestra:
         config, context = self._config, self._context
         tokenizer = Tokenizer(Path(context.model_dir))
-        self._session = aiohttp.ClientSession()
+        token, key = run_token(context.token_file), grid_key(context.token_file)
+        self._session = make_session(token=token)
         self._engines = [
-            EngineClient(url, eos_token_id=tokenizer.eos_token_id, clear_cache=config.inference.clear_cache_on_update)
+            EngineClient(
+                url,
+                eos_token_id=tokenizer.eos_token_id,
+                clear_cache=config.inference.clear_cache_on_update,
+                token=token,
+            )
             for url in context.inference_urls
         ]
+        self._routing = self._make_routing(tokenizer, token)
         self._policy = TrainClient(self._session, "policy", context.policy_url)
-        token_file = config.value.token_file if config.value is not None else None
-        token = read_token(token_file, make=True) if token_file is not None else None
-        self._critic_session = make_session(token=token)  # nobody else is shown the token
+        own_file = config.value.token_file if config.value is not None else None
+        value_token = critic_token(own_file, context.token_file)
+        self._critic_session = make_session(token=value_token)  # nobody else is shown a token of the critic's own
         self._critic = TrainClient(self._critic_session, "critic", context.value_url) if context.value_url else None
-        self._scorer = ScoreClient(context.value_url, token=token) if context.value_url else None
+        self._scorer = ScoreClient(context.value_url, token=value_token) if context.value_url else None
         identity = {"run_id": context.run_id, "epoch": context.epoch}
         num_policy, num_value = config.num_policy_data_ranks, config.num_value_data_ranks
         self._policy_sender = GridSender(
-            context.policy_grid_url, stream="policy", num_data_ranks=num_policy, **identity
+            context.policy_grid_url, stream="policy", num_data_ranks=num_policy, key=key, **identity
         )
         self._critic_sender = None
         if context.critic_grid_url is not None:
             self._critic_sender = GridSender(
-                context.critic_grid_url, stream="critic", num_data_ranks=num_value, **identity
+                context.critic_grid_url, stream="critic", num_data_ranks=num_value, key=key, **identity
             )
         alarms = Alarms(config, context.run_dir, is_replay=context.replay_of is not None)
         self._metrics = WatchedMetrics(context.run_dir, alarms)
@@ -116,10 +127,11 @@ class Orchestra:
             self._critic,
             self._critic_grids,
             self._recorder,
+            self._routing,
             max_steps=config.orchestrator.max_steps,
             alarms=alarms.told,
         )
-        self._page = StatusPage(context.orchestrator_url, self._telemetry.snapshot)
+        self._page = StatusPage(context.orchestrator_url, self._telemetry.snapshot, token=token)
         self._traces = JsonLines(context.run_dir / "traces.jsonl")
         self._checkpointer = Checkpointer(
             context.run_dir,
@@ -143,7 +155,7 @@ class Orchestra:
         senders = [sender for sender in (self._policy_sender, self._critic_sender) if sender is not None]
         for sender in senders:
             await sender.close()
-        for client in (*self._engines, self._scorer):
+        for client in (self._routing, *self._engines, self._scorer):
             if client is not None:
                 await client.close()
         await self._session.close()
@@ -153,25 +165,34 @@ class Orchestra:
     def request_commit(self) -> None:
         """Commit between two steps, as soon as that can be, and end `play`; call it in the event loop's thread."""
         self._checkpointer.request()
+        self._publisher.leave_engines()
 
     @property
     def is_preempted(self) -> bool:
-        """Did `play` end before the last step, because a commit was requested."""
+        """Did `play` end before the last step or its evaluation, because a commit was requested."""
         done = self._checkpointer.committed
-        return self._checkpointer.is_requested and done is not None and done < self._config.orchestrator.max_steps
+        is_whole = done == self._config.orchestrator.max_steps and not self._loop.lacks_evaluation
+        return self._checkpointer.is_requested and done is not None and not is_whole
 
     async def play(self) -> None:
         """Wait until every process is ready, then run the loop to its end, or until a requested commit is made."""
         deadline_s = self._config.runtime.startup_deadline_s
         self._telemetry.enter("every process to be ready")
         async with asyncio.TaskGroup() as ready:
-            for engine in self._engines:
-                ready.create_task(engine.wait_ready(deadline_s))
+            if self._routing is not None:
+                ready.create_task(self._routing.wait_ready(deadline_s))
+            else:
+                for engine in self._engines:
+                    ready.create_task(engine.wait_ready(deadline_s))
             for group in (self._policy, self._critic):
                 if group is not None:
                     ready.create_task(group.wait_ready(deadline_s=deadline_s))
         self._checkpointer.sweep()
         await self._catch_up()
+        if self._routing is not None:
+            self._telemetry.enter("the router to take every engine")
+            await self._routing.open(deadline_s)
+        self.is_conducting = True
         async with asyncio.TaskGroup() as group:
             background: list[Coroutine[Any, Any, None]] = [
                 self._producer.run(),
@@ -181,6 +202,8 @@ class Orchestra:
             ]
             if self._critic_grids is not None:
                 background.append(self._critic_grids.run())
+            if self._routing is not None:
+                background.append(self._routing.run())
             tasks = [group.create_task(work) for work in background]
             await self._loop.run()
             for task in tasks:
@@ -241,13 +264,39 @@ class Orchestra:
         self._telemetry.enter(f"engines to serve version {version}")
         await self._publisher.catch_up(version)
 
+    def _make_routing(self, tokenizer: Tokenizer, token: Token | None) -> Routing | None:
+        """The keeper of the router's list, where there are several engines."""
+        context, inference = self._context, self._config.inference
+        if context.router_url is None or context.router_control_url is None:
+            return None
+        client = GenerationClient(
+            context.router_url,
+            eos_token_id=tokenizer.eos_token_id,
+            token=token,
+            patience_s=inference.probe_deadline_s,
+        )
+        return Routing(
+            self._engines,
+            client,
+            context.router_control_url,
+            probe_deadline_s=inference.probe_deadline_s,
+            update_deadline_s=inference.update_deadline_s,
+            run_dir=context.run_dir,
+            token=token,
+        )
+
+    @property
+    def _generators(self) -> list[Engine]:
+        """Where generation goes."""
+        return list(self._engines) if self._routing is None else [self._routing.client]
+
     def _make_publisher(self) -> Publisher:
         def on_version(version: int, row: dict[str, Any]) -> None:
             self._metrics.add("policy", version - 1 + self._clock.critic_only_steps, row | {"policy/version": version})
 
         return Publisher(
             self._policy,
-            self._engines,
+            self._engines if self._routing is None else [self._routing],
             keep_snapshots=self._config.run.keep_snapshots,
             update_deadline_s=self._config.inference.update_deadline_s,
             step_deadline_s=self._config.orchestrator.step_deadline_s,
@@ -269,7 +318,7 @@ class Orchestra:
         return Producer(
             config.orchestrator,
             TaskStream(environments, config.seed, self._algorithm.prompt_weight()),
-            list(self._engines),
+            self._generators,
             self._scorer,
             self._outcomes,
             seed=config.seed,
@@ -285,7 +334,7 @@ class Orchestra:
             Evaluator(
                 section,
                 build_environment(section.type, section.args, tokenizer),
-                self._engines[0],
+                self._generators[0],
                 seed=config.seed,
                 deadline_s=config.orchestrator.rollout_deadline_s,
                 max_token_id=tokenizer.max_token_id,

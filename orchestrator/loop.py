@@ -118,12 +118,16 @@ class Loop:
         self.evaluated_at = -1
         """finished steps when the evaluations ran last"""
 
+    @property
+    def lacks_evaluation(self) -> bool:
+        """Is the evaluation after the last step still to be made."""
+        return bool(self._parts.evaluators) and self.evaluated_at < self._config.orchestrator.max_steps
+
     async def run(self) -> None:
         """Train until `max_steps` steps are done, or a commit was requested and made."""
         max_steps, overlap = self._config.orchestrator.max_steps, self._config.orchestrator.schedule == "overlap"
         first_step = self._parts.checkpointer.committed or 0
-        if first_step == 0:
-            await self._evaluate(0, always=True)
+        await self._evaluate(first_step, always=first_step == 0)
         for step in range(first_step, max_steps):
             groups = await self._collect(step)
             if groups is None:
@@ -302,7 +306,9 @@ class Loop:
             if always or (evaluator.is_due(step) and not last):
                 self._parts.telemetry.enter(f"evaluation of {evaluator.config.type}")
                 version = self._parts.publisher.version
-                row = await evaluator.run()
+                row = await self._parts.checkpointer.unless_requested(evaluator.run)
+                if row is None:
+                    return  # a later start makes up for it
                 self._parts.metrics.add("eval", step, row | {"eval/version": version})
                 self.evaluated_at = step
                 logger.info("evaluation after {} steps: {}", step, row)

@@ -28,7 +28,7 @@ async def conduct(run_dir: Path) -> None:
     config, context = load_run(run_dir)
 
     def ask() -> None:
-        if orchestra is None:
+        if orchestra is None or not orchestra.is_conducting:  # a start that did nothing yet
             this.cancel()
             return
         orchestra.request_commit()

@@ -1,4 +1,4 @@
-"""The orchestrator's own HTTP page: who waits for whom, and the last numbers."""
+"""The orchestrator's own HTTP page: who waits for whom, and the last numbers; with a token it asks for it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,26 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
+from services.runtime.auth import Token, check_listener
+from services.transport.token_guard import ask_token
+
 
 class StatusPage:
-    """`GET /status` and `/livez` on loopback."""
+    """`GET /status` and `/livez`.
 
-    def __init__(self, url: str, snapshot: Callable[[], dict[str, Any]]) -> None:
+    Args:
+        url: Where it listens.
+        snapshot: What `/status` says.
+        token: What `/status` asks for.
+
+    Raises:
+        ConfigError: The address is beyond loopback, and there is no token.
+    """
+
+    def __init__(self, url: str, snapshot: Callable[[], dict[str, Any]], *, token: Token | None = None) -> None:
         self._address = urlsplit(url)
-        app = web.Application()
+        check_listener(self._address.hostname or "", f"status page at {url}", is_guarded=token is not None)
+        app = web.Application(middlewares=ask_token(token))
 
         async def status(_: web.Request) -> web.Response:
             return web.Response(body=msgspec.json.encode(snapshot()), content_type="application/json")

@@ -13,6 +13,7 @@ from orchestrator.metrics import Metrics
 from orchestrator.producer import GroupSource
 from orchestrator.publisher import Publisher
 from orchestrator.recorder import Recorder
+from orchestrator.routing import Routing
 from orchestrator.trainers import TrainClient
 from services.wire.errors import DependencyLost
 
@@ -34,6 +35,7 @@ class Telemetry:
         critic: TrainClient | None,
         critic_grids: CriticGrids | None,
         recorder: Recorder | None,
+        routing: Routing | None,
         *,
         max_steps: int,
         alarms: list[dict[str, Any]],
@@ -44,6 +46,7 @@ class Telemetry:
         self._clients = {"policy": policy} | ({"value": critic} if critic is not None else {})
         self._critic_grids = critic_grids
         self._recorder = recorder
+        self._routing = routing
         self._max_steps = max_steps
         self._alarms = alarms
         self._phase = "starting"
@@ -56,7 +59,7 @@ class Telemetry:
         self._phase, self._phase_since = phase, time.monotonic()
 
     async def take_rates(self) -> dict[str, float]:
-        """`tokens_per_s/<process>` over the last few calls; asks the train groups now."""
+        """`tokens_per_s/<process>` over the last few calls, and counts of the router's keeper; asks the groups now."""
         for client in self._clients.values():
             await client.status()
         now = time.monotonic()
@@ -67,7 +70,8 @@ class Telemetry:
         then, before = self._counts[0]
         self._rates = {name: (count - before.get(name, 0)) / max(now - then, 1e-9) for name, count in counts.items()}
         self._counts.append((now, counts))
-        return {f"tokens_per_s/{name}": rate for name, rate in self._rates.items()}
+        rates = {f"tokens_per_s/{name}": rate for name, rate in self._rates.items()}
+        return rates | (self._routing.take_counts() if self._routing is not None else {})
 
     async def run(self) -> None:
         """Keep the train groups' statuses fresh for whoever looks."""
@@ -82,6 +86,8 @@ class Telemetry:
         latest = self._metrics.latest
         rollout, critic = latest.get("rollout", {}), latest.get("critic", {})
         waiting = {"orchestrator": self._phase}
+        if self._routing is not None and self._routing.waiting_for:
+            waiting["router"] = self._routing.waiting_for
         states = {}
         for name, client in self._clients.items():
             if client.last is not None:
@@ -97,6 +103,7 @@ class Telemetry:
             "explained_variance": critic.get("value/explained_variance"),
             "staleness": rollout.get("rollout/staleness"),
             "engine_version": self._publisher.version,
+            "routing": self._routing.snapshot() if self._routing is not None else None,
             "critic_lag": self._critic_grids.lag if self._critic_grids is not None else None,
             "in_flight": self._producer.num_in_flight,
             "ready": self._producer.num_ready,

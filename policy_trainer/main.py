@@ -7,6 +7,7 @@ from pathlib import Path
 from policy_trainer.build import build_policy
 from policy_trainer.trainer import PolicyTrainer
 from services.config.context import load_run
+from services.runtime.auth import run_token
 from services.runtime.lifecycle import install_stop_handlers, run_rank
 from services.training.assemble import check_model, join_group, resume, serve_group
 from services.training.control import ServerThread, control_app
@@ -16,7 +17,6 @@ from services.training.saver import Saver
 
 def run(run_dir: Path) -> None:
     """Everything one rank of the policy trainer does."""
-    stop = install_stop_handlers()
     config, context = load_run(run_dir)
     ranks, mesh, board = join_group("policy", config, config.policy.model)
     with ranks.during("the start", collective="a collective"):
@@ -41,10 +41,11 @@ def run(run_dir: Path) -> None:
             trainer.publish_again(board.steps_done)
     steps_before = config.value.warmup.critic_only_steps if config.value is not None else 0
     saver = Saver(part, board, context.run_dir, steps_before=steps_before)
+    stop = install_stop_handlers()  # a rank that still loads has nothing to lose, and just ends
     server = None
     if ranks.rank == 0:
         app = control_app(board, title="Counterpoint policy trainer", saver=saver)
-        server = ServerThread(app, context.policy_url)
+        server = ServerThread(app, context.policy_url, token=run_token(context.token_file))
     serve_group(
         trainer,
         ranks,

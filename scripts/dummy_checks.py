@@ -89,9 +89,9 @@ class Stage:
 
 async def processes(stage: Stage) -> list[Finding]:
     critic, policy = await stage.critic.status(), await stage.policy.status()
-    deployment = stage.config.deployment
+    config = stage.config
     counts = len(critic.pids), len(policy.pids)
-    ok = counts == (deployment.num_value_gpus, deployment.num_policy_gpus)
+    ok = counts == (config.num_value_gpus, config.deployment.num_policy_gpus)
     return [
         Finding(
             "distinct processes",
@@ -240,7 +240,7 @@ async def credited_samples(stage: Stage) -> list[TrainingSample]:
     One branch more than the critic has ranks, no two of which fit one bin: some ranks must fill up with dummies.
     """
     longest = stage.max_tokens
-    lengths = np.linspace(longest, longest // 2 + 1, stage.config.deployment.num_value_gpus + 1).astype(int).tolist()
+    lengths = np.linspace(longest, longest // 2 + 1, stage.config.num_value_gpus + 1).astype(int).tolist()
     samples = []
     for number, token_ids in enumerate(stage.branches(lengths)):
         num_prompt = max(1, len(token_ids) // 3)

@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 from dummy_checks import CHECKS, Finding, Stage
@@ -36,10 +35,12 @@ from services.config.resolve import resolve
 from services.config.schema import Config
 from services.launch.cli import split_settings
 from services.launch.partial import PartialRun, partial_run
+from services.runtime.auth import critic_token, grid_key, run_token
 from services.runtime.lifecycle import read_failures
 from services.runtime.ports import is_free
 from services.runtime.roots import project_root
 from services.transport.grid_sender import GridSender
+from services.transport.http import make_session
 from services.transport.score_client import ScoreClient
 from services.wire.errors import EXIT_BUG, EXIT_DONE, ConfigError, CounterpointError, DependencyLost
 
@@ -52,18 +53,22 @@ async def perform(run: PartialRun, config: Config, console: Console) -> list[Fin
     assert context.value_url is not None and context.critic_grid_url is not None
     identity = {"run_id": context.run_id, "epoch": context.epoch}
     model_config = msgspec.json.decode((Path(context.model_dir) / "config.json").read_bytes())
-    scorer = ScoreClient(context.value_url)
+    assert config.value is not None
+    token, key = run_token(context.token_file), grid_key(context.token_file)
+    value_token = critic_token(config.value.token_file, context.token_file)
+    scorer = ScoreClient(context.value_url, token=value_token)
+    num_policy, num_value = config.num_policy_data_ranks, config.num_value_data_ranks
     senders = [
-        GridSender(context.critic_grid_url, stream="critic", num_data_ranks=config.num_value_data_ranks, **identity),
-        GridSender(context.policy_grid_url, stream="policy", num_data_ranks=config.num_policy_data_ranks, **identity),
+        GridSender(context.critic_grid_url, stream="critic", num_data_ranks=num_value, key=key, **identity),
+        GridSender(context.policy_grid_url, stream="policy", num_data_ranks=num_policy, key=key, **identity),
     ]
     findings: list[Finding] = []
-    async with aiohttp.ClientSession() as session:
+    async with make_session(token=token) as session, make_session(token=value_token) as critic_session:
         stage = Stage(
             config,
             context,
             scorer,
-            TrainClient(session, "critic", context.value_url),
+            TrainClient(critic_session, "critic", context.value_url),
             TrainClient(session, "policy", context.policy_url),
             *senders,
             vocab_size=model_config.get("vocab_size") or model_config["text_config"]["vocab_size"],
@@ -125,7 +130,7 @@ def dry_run(config: Config, console: Console) -> list[Finding]:
                 partial_run(config, ["policy", "value"], run_id="dummy", overwrite=True, on_wait=on_wait)
             )
         took_s = time.monotonic() - started
-        ranks = config.deployment.num_value_gpus + config.deployment.num_policy_gpus
+        ranks = config.num_value_gpus + config.deployment.num_policy_gpus
         findings.append(Finding("value service and policy trainer are ready", True, f"{ranks} ranks", took_s))
         findings += asyncio.run(perform(run, config, console))
         stopped = time.monotonic()

@@ -22,8 +22,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from services.launch.models import MODELS_DIR, model_source
+from services.runtime.auth import run_token
+from services.runtime.durable import rename_dir
 from services.runtime.guard import descendants
-from services.runtime.ports import is_free
+from services.runtime.ports import foreign_owner, is_free
+from services.wire.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/demo/sao.toml"
@@ -38,7 +42,8 @@ SMALL = (
     *("--inference.max_num_seqs", "4"),
 )
 POLL_S = 0.002
-_PHASE_DEADLINE_S = 150.0
+RUN_ID_MARK = b"COUNTERPOINT_RUN_ID="
+PHASE_DEADLINE_S = 150.0
 _ASK_DEADLINE_S = 2.0
 
 
@@ -81,6 +86,7 @@ class Page:
 
     url: str
     path: str
+    token_file: str | None = None
     _connection: http.client.HTTPConnection | None = None
 
     def ask(self) -> dict[str, Any] | None:
@@ -91,10 +97,12 @@ class Page:
                 self._connection = http.client.HTTPConnection(
                     address.hostname or "", address.port, timeout=_ASK_DEADLINE_S
                 )
-            self._connection.request("GET", self.path)
+            token = run_token(self.token_file)
+            headers = {"Authorization": token.header()} if token is not None else {}
+            self._connection.request("GET", self.path, headers=headers)
             reply = self._connection.getresponse()
             body = reply.read()
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException, ConfigError):  # the last: the token of a new start is being made
             self.close()
             return None
         if reply.status != 200:
@@ -162,10 +170,11 @@ class Run:
     def open_pages(self) -> None:
         """Know where to ask; call it once `run.json` is there."""
         context = self.context
+        token_file = context["token_file"]
         self.pages = {
-            "orchestrator": Page(context["orchestrator_url"], "/status"),
-            "policy": Page(context["policy_url"], "/status"),
-            "critic": Page(context["value_url"], "/status"),
+            "orchestrator": Page(context["orchestrator_url"], "/status", token_file),
+            "policy": Page(context["policy_url"], "/status", token_file),
+            "critic": Page(context["value_url"], "/status", token_file),
             "inference": Page(context["inference_urls"][0], "/health"),
         }
 
@@ -180,6 +189,17 @@ class Run:
         return next((child for child in descendants(pid) if mark in environment(child)), None)
 
 
+def make_model() -> None:
+    """Make the demo's model where runs look for it, unless it is there."""
+    source = model_source("tiny:add", root=ROOT, models_dir=ROOT / MODELS_DIR)
+    if not source.is_complete:
+        part = source.dir.with_name(f"{source.dir.name}.{os.getpid()}.part")  # another soak may be making it too
+        part.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(source.make_argv(part), cwd=ROOT, check=True)
+        if not source.dir.is_dir():
+            rename_dir(part, source.dir)
+
+
 def environment(pid: int) -> list[bytes]:
     """A process's environment as it was started with; empty where it has ended."""
     try:
@@ -190,7 +210,7 @@ def environment(pid: int) -> list[bytes]:
 
 def left_of(run_id: str, run_dir: Path) -> dict[int, str]:
     """Living processes that carry the run's id in their environment, or name its directory."""
-    mark, found = f"COUNTERPOINT_RUN_ID={run_id}".encode(), {}
+    mark, found = RUN_ID_MARK + run_id.encode(), {}
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
         try:
@@ -204,9 +224,15 @@ def left_of(run_id: str, run_dir: Path) -> dict[int, str]:
 
 
 def taken_ports(context: dict[str, Any]) -> list[int]:
-    """Ports of a start that somebody still listens on."""
+    """Ports of a start that somebody still listens on; a run beside it, which may have chosen them since, aside."""
     urls = [*context.get("inference_urls", []), *(v for k, v in context.items() if k.endswith("_url") and v)]
-    return [port for url in urls if (port := urlsplit(url).port) is not None and not is_free(port)]
+    ports = [port for url in urls if (port := urlsplit(url).port) is not None and not is_free(port)]
+    return [port for port in ports if not _is_of_another_run(foreign_owner(port, ()), context["run_id"])]
+
+
+def _is_of_another_run(pid: int | None, run_id: str) -> bool:
+    marks = [entry for entry in environment(pid or 0) if entry.startswith(RUN_ID_MARK)]
+    return bool(marks) and marks != [RUN_ID_MARK + run_id.encode()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -271,28 +297,32 @@ class Hit:
     """On the monotonic clock."""
 
 
-def kill_in(run: Run, victim: Victim, phase: str, dice: random.Random, latest: int) -> Hit:
-    """Wait until the run is in a phase and end the victim there, looking out from one of the steps 1 to `latest` on.
+def kill_in(run: Run, victim: Victim, phase: str, dice: random.Random, attempt: int) -> Hit:
+    """Wait until the run is in a phase and end the victim there, looking out from a random step on.
+
+    Args:
+        run: Just started.
+        victim: Which process.
+        phase: One of `PHASES`.
+        dice: Draws the moment.
+        attempt: Counts from 1; a later one looks out earlier.
 
     Raises:
         Missed: It never was, as far as could be seen.
     """
-    until = time.monotonic() + _PHASE_DEADLINE_S
-    pid = _wait_for_pid(run, victim, until)
+    until = time.monotonic() + PHASE_DEADLINE_S
+    pid = wait_for_pid(run, victim, until)
     run.open_pages()
     if phase == "load":
-        return _kill_while_loading(run, victim, pid, dice)
+        wait_while_loading(run, victim, dice.uniform(0.0, 6.0 / attempt))
+        return _strike(run, pid, 0, True, time.monotonic())
     step = 0
     if phase not in ("idle", "drain"):
-        wanted = dice.randint(1, latest)
-        while step < wanted:
-            page = run.pages["orchestrator"].ask()
-            step = page["step"] if page is not None else 0
-            _pause(run, until)
+        step = wait_for_step(run, dice.randint(1, MAX_STEPS - 1 - attempt), until)
     if phase == "drain":
-        delay_s = dice.uniform(0.0, 0.2)
+        delay_s = dice.uniform(0.0, 0.2) / 4 ** (attempt - 1)  # a fast machine is done sooner
         while not is_on(phase, run):
-            _pause(run, until)
+            pause(run, until)
         time.sleep(delay_s)
         return _strike(run, pid, MAX_STEPS, True, time.monotonic())
     while True:
@@ -303,33 +333,51 @@ def kill_in(run: Run, victim: Victim, phase: str, dice: random.Random, latest: i
             if still is not False:
                 return _strike(run, pid, step, still is not None, asked)
             os.kill(pid, signal.SIGCONT)
-        _pause(run, until)
+        pause(run, until)
 
 
-def _wait_for_pid(run: Run, victim: Victim, until: float) -> int:
+def wait_for_pid(run: Run, victim: Victim, until: float) -> int:
+    """Stay until the victim is there."""
     while not run.context.get("pids"):
-        _pause(run, until)
+        pause(run, until)
     while (pid := run.pid_of(victim)) is None:
-        _pause(run, until)
+        pause(run, until)
     return pid
 
 
-def _kill_while_loading(run: Run, victim: Victim, pid: int, dice: random.Random) -> Hit:
-    """At any moment up to when what the victim belongs to, or for the launcher and orchestrator anybody, is ready."""
+def wait_while_loading(run: Run, victim: Victim, delay_s: float) -> None:
+    """At any moment up to when what the victim belongs to, or for the launcher and orchestrator anybody, is ready.
+
+    Raises:
+        Missed: It was ready before.
+    """
     belongs_to = {"value": "critic", "policy": "policy", "inference": "inference"}.get(victim.process, "policy")
-    time.sleep(dice.uniform(0.0, 6.0))
-    asked = time.monotonic()
+    time.sleep(delay_s)
     page = run.pages[belongs_to].ask()
     if page is not None and page.get("state") != "loading":
         raise Missed(f"{belongs_to} was ready already")
-    return _strike(run, pid, 0, True, asked)
 
 
-def _pause(run: Run, until: float) -> None:
+def wait_for_step(run: Run, wanted: int, until: float) -> int:
+    """Stay until so many batches have been collected; returns how many have."""
+    step = 0
+    while step < wanted:
+        page = run.pages["orchestrator"].ask()
+        step = page["step"] if page is not None else 0
+        pause(run, until)
+    return step
+
+
+def pause(run: Run, until: float) -> None:
+    """Between two looks.
+
+    Raises:
+        Missed: The run has ended, or the time is up.
+    """
     if run.process.poll() is not None:
         raise Missed(f"the run ended with {run.process.returncode}")
     if time.monotonic() > until:
-        raise Missed(f"not in {_PHASE_DEADLINE_S:g} s")
+        raise Missed(f"not in {PHASE_DEADLINE_S:g} s")
     time.sleep(POLL_S)
 
 

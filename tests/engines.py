@@ -27,6 +27,7 @@ from services.config.schema import Config
 from services.inference.client import EngineClient, Generation
 from services.inference.vllm_command import PROJECT_ROOT, vllm_command
 from services.model.tiny import EOS_ID, byte_tokenizer, tiny_config
+from services.runtime.auth import Token
 
 MAX_MODEL_LEN = 512
 PROMPT = [14, 28, 15, 33]
@@ -117,9 +118,9 @@ def vllm_engine(config: Config, context: RunContext, log: Path) -> Iterator[str]
         process.wait()
 
 
-def client_of(url: str, *, clear_cache: bool = True) -> EngineClient:
+def client_of(url: str, *, clear_cache: bool = True, token: Token | None = None) -> EngineClient:
     """A client for the tiny model."""
-    return EngineClient(url, eos_token_id=EOS_ID, clear_cache=clear_cache)
+    return EngineClient(url, eos_token_id=EOS_ID, clear_cache=clear_cache, token=token)
 
 
 async def tokens_flow(client: EngineClient) -> None:

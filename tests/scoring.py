@@ -22,6 +22,7 @@ from services.training.board import StatusBoard
 from services.training.optimizer import Optimizer
 from services.training.parts import Part
 from services.training.ranks import Ranks
+from services.transport.token_guard import TokenGuard
 from value_service.app import score_app
 from value_service.commands import CriticCommands
 from value_service.loader import Loader
@@ -92,7 +93,8 @@ async def call(
 class InProcess:
     """The parts, for tests to look at."""
 
-    app: FastAPI
+    app: Any
+    """FastAPI's, behind the guard where there is a token"""
     critic: Critic
     board: StatusBoard
     scorer: Scorer
@@ -123,12 +125,13 @@ def serving(model: Path, config: ValueConfig, *, token: Token | None = None) -> 
                 board.enter("idle")
             commands.wait(0.002)
 
-    app = score_app(scorer, board, config, vocab_size=VOCABULARY, model_name="tiny", loader=loader, token=token)
+    app = score_app(scorer, board, config, vocab_size=VOCABULARY, model_name="tiny", loader=loader)
+    guarded = app if token is None else TokenGuard(app, token)
     board.enter("idle")
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()
     try:
-        yield InProcess(app, critic, board, scorer, part, held)
+        yield InProcess(guarded, critic, board, scorer, part, held)
     finally:
         held.set()
         stop.set()

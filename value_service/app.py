@@ -18,9 +18,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from services.config.train import ValueConfig
-from services.runtime.auth import Token
 from services.training.board import StatusBoard
-from services.training.control import control_app, require_token
+from services.training.control import control_app
 from services.training.saver import Saver
 from services.wire.errors import NonFiniteError
 from services.wire.messages import LoadRequest
@@ -69,7 +68,6 @@ def score_app(
     model_name: str,
     saver: Saver | None = None,
     loader: Loader | None = None,
-    token: Token | None = None,
 ) -> FastAPI:
     """The value service's HTTP application."""
     app = control_app(board, title="Counterpoint value service", saver=saver)
@@ -122,8 +120,6 @@ def score_app(
 
     if loader is not None:
         _add_load(app, loader)
-    if token is not None:
-        require_token(app, token)
     return app
 
 

@@ -8,7 +8,7 @@ from loguru import logger
 
 from services.config.context import load_run
 from services.model.shard import whole_tensor
-from services.runtime.auth import read_token
+from services.runtime.auth import critic_token
 from services.runtime.lifecycle import install_stop_handlers, run_rank
 from services.training.assemble import check_model, join_group, resume, serve_group
 from services.training.control import ServerThread
@@ -24,7 +24,6 @@ from value_service.updater import Updater
 
 def run(run_dir: Path) -> None:
     """Everything one rank of the value service does."""
-    stop = install_stop_handlers()
     config, context = load_run(run_dir)
     assert config.value is not None and context.value_url is not None and context.critic_grid_url is not None
     ranks, mesh, board = join_group("critic", config, config.value.model)
@@ -40,6 +39,7 @@ def run(run_dir: Path) -> None:
             if ranks.rank == 0:
                 logger.info("value head: loaded from {}, norm {:.6g}", context.commit_dir, norm)
     saver = Saver(part, board, context.run_dir)
+    stop = install_stop_handlers()  # a rank that still loads has nothing to lose, and just ends
     loader = Loader(part, board, config.value, Path(context.model_dir), backbone.model.config)
     server = None
     if ranks.rank == 0:
@@ -51,9 +51,9 @@ def run(run_dir: Path) -> None:
             model_name=config.run.name,
             saver=saver,
             loader=loader,
-            token=read_token(config.value.token_file, make=True) if config.value.token_file else None,
         )
-        server = ServerThread(app, context.value_url, body_deadline_s=config.value.body_deadline_s)
+        token = critic_token(config.value.token_file, context.token_file)
+        server = ServerThread(app, context.value_url, token=token, body_deadline_s=config.value.body_deadline_s)
     serve_group(
         updater,
         ranks,

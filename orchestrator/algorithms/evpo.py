@@ -5,8 +5,8 @@ Paper: arXiv 2604.19485 (explained variance of the batch, threshold 0, batch mea
 Notable:
 - Explained variance compares Monte-Carlo returns with the values of all loss tokens of the scope, population variances,
   in f64. The values at one common prompt would explain nothing by construction: tokens must differ.
-- Strict: explained variance equal to the threshold takes the mean. So does a scope whose returns do not vary, where it
-  is undefined; all its advantages are then 0.
+- Strict: explained variance equal to the threshold, up to rounding, takes the mean. So does a scope whose returns do
+  not vary, where it is undefined; all its advantages are then 0.
 - Explained variance does not see a constant bias of the critic; `value/bias` does.
 - The critic trains on every group, whichever baseline was used.
 
@@ -28,6 +28,8 @@ from services.wire.samples import TrainingSample
 
 RELATIVE_VARIANCE_FLOOR = 1e-12
 """A variance of returns at or below this share of max(1, mean^2) is rounding."""
+ROUNDING = 1e-9
+"""Explained variance this little above the threshold equals it: a value of the prompt explains 0 up to rounding."""
 
 
 class Evpo(Algorithm):
@@ -46,7 +48,7 @@ class Evpo(Algorithm):
             returns = [self._credit_by_critic(sample) for sample in scope]  # Monte-Carlo, [T] each
             explained = explained_variance_of(scope, returns)
             num_flat += explained is None
-            if explained is not None and explained > self._config.threshold:
+            if explained is not None and explained > self._config.threshold + ROUNDING:
                 num_critic += 1
                 lambdas += [self._config.lam for sample in scope if sample.branch.action_mask.any()]
             else:

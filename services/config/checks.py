@@ -2,53 +2,32 @@
 
 Notable:
 - Each check names every path it reads; none speaks about a value that was itself broken.
-- Nothing is changed anywhere: ports are probed by binding and letting go, folders are looked at.
+- What is about sizes and nodes is in `deployment_checks.py`, what is about this machine in `machine_checks.py`.
+- Nothing is changed anywhere: files and folders are looked at.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from services.config.algorithm import EitherLossKeys, SpoConfig
 from services.config.checkpoint import checkpoint_problems
+from services.config.deployment_checks import deployment_findings
 from services.config.env_settings import ROUNDING, prefix_problems, reward_problems, shaped_range, shaping_keys
 from services.config.exported import init_from_problems, policy_problem
+from services.config.finding import Finding
 from services.config.layers import Layers, Problem
-from services.config.layout import layout_problems
-from services.config.listener import listener_problems
-from services.config.machine import can_bind, num_gpus
-from services.config.model_path import max_positions, missing_sizes, model_folder, model_problem
+from services.config.machine_checks import machine_findings
+from services.config.model_path import max_positions, missing_sizes, model_folder, model_problem, other_inputs
 from services.config.parts import training_problems
 from services.config.schema import Config
 from services.config.tasks import problems_of
 from services.config.toml_lines import KeyPath, dotted
 from services.wire.messages import ROWS_KEPT
 
-PORT_KEYS: dict[str, KeyPath] = {
-    "inference_http_port": ("inference", "port"),
-    "policy_http_port": ("policy", "port"),
-    "policy_grid_port": ("orchestrator", "policy_grid_port"),
-    "value_http_port": ("value", "port"),
-    "critic_grid_port": ("orchestrator", "critic_grid_port"),
-    "orchestrator_http_port": ("orchestrator", "port"),
-}
-"""Every port of a run, and the key that can fix it."""
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
-_CRITIC_PORTS = frozenset({"value_http_port", "critic_grid_port"})
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem, before its line is known."""
-
-    path: KeyPath
-    what: str
-    fix: str
-    reads: tuple[KeyPath, ...] = ()
-    """Further paths the check depends on."""
+_ID_BYTES = 4
+"""Of a token id, and of a branch's length, in a scoring request."""
 
 
 def check(
@@ -63,28 +42,11 @@ def check(
         about: Which findings count, where only a part of a run is to start.
     """
     findings = [finding for each in _CHECKS for finding in each(config)]
-    findings += _value_gpus_without_value(config, layers)
     return [
         Problem(layers.where(finding.path), finding.path, finding.what, finding.fix)
         for finding in findings
         if about(finding) and not any(_is_broken(path, broken) for path in (finding.path, *finding.reads))
     ]
-
-
-def port_names(config: Config) -> list[str]:
-    """Names of the ports that a run needs; without a critic none of the critic's."""
-    return [name for name in PORT_KEYS if config.value is not None or name not in _CRITIC_PORTS]
-
-
-def fixed_ports(config: Config) -> dict[str, int]:
-    """The ports that the configuration fixes, by name."""
-    ports = {}
-    for name in port_names(config):
-        section, key = PORT_KEYS[name]
-        port = getattr(getattr(config, str(section)), str(key))
-        if port:
-            ports[name] = port
-    return ports
 
 
 def _critic(config: Config) -> Iterator[Finding]:
@@ -123,12 +85,6 @@ def _algorithm(config: Config) -> Iterator[Finding]:
         if algorithm.prior_file is not None and not Path(algorithm.prior_file).is_file():
             what = f"there is no file {algorithm.prior_file}"
             yield Finding(("algorithm", "prior_file"), what, "give a JSON lines file, or delete it", kind)
-
-
-def _value_gpus_without_value(config: Config, layers: Layers) -> Iterator[Finding]:
-    key = ("deployment", "num_value_gpus")
-    if config.value is None and not config.algorithm.needs_value and key in layers.origins:
-        yield Finding(key, "there is no [value] to give GPUs to", "delete it", (("value",), ("algorithm", "type")))
 
 
 def _batch(config: Config) -> Iterator[Finding]:
@@ -178,6 +134,24 @@ def _lengths(config: Config) -> Iterator[Finding]:
     if positions is not None and engine_limit > positions:
         what = f"{engine_limit} is more than the model's {positions} positions"
         yield Finding(engine_key, what, f"give at most {positions}", (("model", "path"),))
+
+
+def _scoring(config: Config) -> Iterator[Finding]:
+    """One request scores a whole group: at least a branch a trace, each as long as a trace may get."""
+    if config.value is None:
+        return
+    group, longest = config.orchestrator.group_size, max(env.max_trace_tokens for env in config.env)
+    needed = {
+        "max_request_branches": (group, "branches"),
+        "max_request_tokens": (group * longest, "tokens"),
+        "max_request_bytes": (_ID_BYTES * group * (longest + 1), "bytes"),
+    }
+    for name, (least, unit) in needed.items():
+        limit = getattr(config.value, name)
+        if limit < least:
+            what = f"{limit} is less than a group's one request may hold: {group} traces, {least} {unit}"
+            reads = (("orchestrator", "group_size"), *(("env", i, "max_trace_tokens") for i in range(len(config.env))))
+            yield Finding(("value", name), what, f"give at least {least}", reads)
 
 
 def _schedule(config: Config) -> Iterator[Finding]:
@@ -256,6 +230,13 @@ def _policy_loss(config: Config) -> Iterator[Finding]:
     if policy.old_logprobs == "recomputed" and config.algorithm.policy_loss == "dis":
         what = f"{config.algorithm.type} masks by the ratio to the rollout itself (arXiv 2607.07508, eq. 1)"
         yield Finding(("policy", "old_logprobs"), what, 'give "rollout"', (("algorithm", "type"),))
+    elif policy.old_logprobs == "recomputed" and config.orchestrator.max_off_policy_steps:
+        off = f"orchestrator.max_off_policy_steps = {config.orchestrator.max_off_policy_steps}"
+        what = (
+            f"with {off} the sampler is behind, and a ratio to the trainer's own log-probabilities corrects none of it"
+        )
+        reads = (("orchestrator", "max_off_policy_steps"), ("algorithm", "type"), ("algorithm", "loss"))
+        yield Finding(("policy", "old_logprobs"), what, 'give "rollout", or max_off_policy_steps = 0', reads)
 
 
 def _trained(config: Config) -> Iterator[Finding]:
@@ -268,17 +249,6 @@ def _trained(config: Config) -> Iterator[Finding]:
 def _checkpoints(config: Config) -> Iterator[Finding]:
     for path, what, fix, reads in checkpoint_problems(config.checkpoint):
         yield Finding(path, what, fix, reads)
-
-
-def _layouts(config: Config) -> Iterator[Finding]:
-    deployment = config.deployment
-    roles = [("policy", config.policy.model, deployment.num_policy_gpus)]
-    if config.value is not None:
-        roles.append(("value", config.value.model, deployment.num_value_gpus))
-    for role, layout, num_ranks in roles:
-        key = ("deployment", f"num_{role}_gpus")
-        for path, what, fix, reads in layout_problems(role, layout, num_ranks, key, config.model.path):
-            yield Finding(path, what, fix, reads)
 
 
 def _packing(config: Config) -> Iterator[Finding]:
@@ -297,6 +267,10 @@ def _model(config: Config) -> Iterator[Finding]:
     found = model_problem(config.model.path) or policy_problem(config.model.path)
     if found is not None:
         yield Finding(("model", "path"), *found)
+    parts = other_inputs(config.model.path)
+    if parts:
+        what = f"the model reads more than text ({', '.join(parts)}), and traces hold token ids alone"
+        yield Finding(("model", "path"), what, "name a folder of a language model without these parts")
 
 
 def _init_from(config: Config) -> Iterator[Finding]:
@@ -312,61 +286,6 @@ def _init_from(config: Config) -> Iterator[Finding]:
         yield Finding(("value", "init_from"), what, fix, (("value", "loss"), ("model", "path")))
 
 
-def _ports(config: Config) -> Iterator[Finding]:
-    seen: dict[int, KeyPath] = {}
-    for name, port in fixed_ports(config).items():
-        path = PORT_KEYS[name]
-        if port in seen:
-            fix = "give each its own, or remove them so that ports are chosen"
-            yield Finding(path, f"port {port} is also {dotted(seen[port])}", fix, (seen[port],))
-        elif not can_bind(port):
-            fix = "free it, give another, or remove the key so that a port is chosen"
-            yield Finding(path, f"port {port} is taken on 127.0.0.1", fix)
-        seen.setdefault(port, path)
-
-
-def _listener(config: Config) -> Iterator[Finding]:
-    for key, what, fix, others in listener_problems(config.value) if config.value is not None else ():
-        yield Finding(("value", key), what, fix, tuple(("value", other) for other in others))
-
-
-def _deadlines(config: Config) -> Iterator[Finding]:
-    runtime, key = config.runtime, ("runtime", "collective_deadline_s")
-    if runtime.heartbeat_s >= runtime.collective_deadline_s:
-        what = f"an idle group would end at its own heartbeat, every runtime.heartbeat_s = {runtime.heartbeat_s:g} s"
-        yield Finding(key, what, f"give more than {runtime.heartbeat_s:g}", (("runtime", "heartbeat_s"),))
-
-
-def _devices(config: Config) -> Iterator[Finding]:
-    deployment = config.deployment
-    if deployment.num_inference_gpus > 1:
-        what = f"{deployment.num_inference_gpus} inference engines are not available"
-        yield Finding(("deployment", "num_inference_gpus"), what, "give 1")
-    if deployment.device == "cpu":
-        return
-    num_value = deployment.num_value_gpus if config.value is not None else 0
-    needed = deployment.num_policy_gpus + num_value + deployment.num_inference_gpus
-    visible = num_gpus()
-    if needed > visible:
-        what = f"{needed} GPUs are needed (policy, critic and inference together), but {visible} are here"
-        fix = 'lower deployment.num_*_gpus, or choose device = "cpu"'
-        yield Finding(("deployment", "device"), what, fix)
-
-
-def _engine(config: Config) -> Iterator[Finding]:
-    if config.inference.engine != "vllm":
-        return
-    if config.model.path.startswith("dummy:"):
-        what = "vLLM cannot start from the same random weights as the trainers"
-        fix = 'choose engine = "local", or a model with weights'
-        yield Finding(("inference", "engine"), what, fix, (("model", "path"),))
-    python = PROJECT_ROOT / config.inference.vllm_python  # an absolute path stays as it is
-    if not (python.is_file() and os.access(python, os.X_OK)):
-        written = ("inference", "vllm_python")
-        fix = 'run `make test-vllm` or scripts/install_vllm_cpu.sh, name another, or choose engine = "local"'
-        yield Finding(("inference", "engine"), f"vLLM's interpreter {python} does not exist", fix, (written,))
-
-
 def _is_broken(path: KeyPath, broken: set[KeyPath]) -> bool:
     return any(path[: len(bad)] == bad for bad in broken)
 
@@ -376,6 +295,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _algorithm,
     _batch,
     _lengths,
+    _scoring,
     _schedule,
     _tasks,
     _value_range,
@@ -383,13 +303,9 @@ _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _policy_loss,
     _trained,
     _checkpoints,
-    _layouts,
     _packing,
     _model,
     _init_from,
-    _ports,
-    _listener,
-    _deadlines,
-    _devices,
-    _engine,
+    deployment_findings,
+    machine_findings,
 )

@@ -14,6 +14,9 @@ class InferenceConfig(Section):
 
     engine: Literal["local", "vllm"] = "local"
     """"local" = our small server (CPU, no extra install); "vllm" = vLLM's own server with our worker extension."""
+    tp: int = Field(default=1, ge=1)
+    """GPUs that one engine shares a model over (tensor parallelism of vLLM). Engines are
+    `deployment.num_inference_gpus` / tp; with several a router is in front of them."""
     max_model_len: int = Field(default=512, ge=8)
     """Longest sequence, prompt and answer together."""
     max_num_seqs: int = Field(default=64, ge=1)
@@ -29,3 +32,6 @@ class InferenceConfig(Section):
     """More arguments for vLLM's server."""
     update_deadline_s: float = Field(default=120.0, gt=0)
     """Deadline of one weight update: pause, load, resume."""
+    probe_deadline_s: float = Field(default=30.0, gt=0)
+    """With several engines: how long one may take to answer a probe, or sample for requests without a new token, before
+    the router leaves it out. A busy engine answers late, so this is far above the time of an answer."""

@@ -31,7 +31,11 @@ def layout_problems(
     model_key = ("model", "path")
     for name, degree in (("cp", layout.cp), ("ep", layout.ep)):
         if num_gpus % degree:
-            what = f"{degree} does not divide {'.'.join(map(str, gpus_key))} = {num_gpus}"
+            key = ".".join(map(str, gpus_key))
+            is_plain = gpus_key[-1] in ("num_policy_gpus", "num_value_gpus")
+            what = f"{degree} does not divide " + (
+                f"{key} = {num_gpus}" if is_plain else f"the role's {num_gpus} GPUs ({key})"
+            )
             yield (role, "model", name), what, f"give a divisor of {num_gpus}, or other GPUs", (gpus_key,)
     heads, experts = _sizes(model_path)
     if heads is not None and heads % layout.cp:
@@ -44,6 +48,11 @@ def layout_problems(
         elif experts % layout.ep:
             what = f"{layout.ep} does not divide the model's {experts} experts"
             yield key, what, f"give a divisor of {experts}", (model_key,)
+
+
+def attention_heads(model_path: str) -> int | None:
+    """Heads of the model, where its `config.json` says them; None where unknown."""
+    return _sizes(model_path)[0]
 
 
 def _sizes(model_path: str) -> tuple[int | None, int | None]:

@@ -67,6 +67,13 @@ def model_folder(path: str) -> Path | None:
     return Path(rest if colon and kind == "dummy" else path)
 
 
+def other_inputs(path: str) -> list[str]:
+    """Parts of the model's `config.json` that are about images or sound; none where it reads text alone."""
+    folder = model_folder(path)
+    config = (_read_config(folder) or {}) if folder is not None else {}
+    return [name for name in ("vision_config", "audio_config") if config.get(name)]
+
+
 def missing_sizes(folder: Path) -> list[str]:
     """What `config.json` does not say of the sizes that a sequence's cost depends on."""
     return _missing(text_config(folder))

@@ -4,7 +4,7 @@
 
 Notable:
 - Shared values fill what a section leaves unset: `value.optim.lr` takes `policy.optim.lr`, and that 1e-6; `run.name`
-  is the first file's stem, `run.dir` is runs/<name>.
+  is the first file's stem, `run.dir` is runs/<name>; a job has a longer grace than a run on this machine.
 - `Resolved.origins` knows where each value came from; `counterpoint plan --explain` prints it.
 """
 
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.config.checks import Finding, check
+from services.config.checks import check
+from services.config.finding import Finding
 from services.config.layers import Layers, Problem, leaves
 from services.config.schema import Config
 from services.config.toml_lines import KeyPath, dotted
@@ -25,6 +26,8 @@ from services.config.validate import validate
 from services.wire.errors import ConfigError
 
 DEFAULT_LR = 1e-6
+SLURM_GRACE_S = 540.0
+"""`runtime.shutdown_grace_s` of a job: what is left of `slurm.signal_lead_s` for a commit, with a minute to spare."""
 _OF_A_CRITIC = ("seed", "run", "model", "value", "runtime", "monitor")
 """What a value service reads when it is alone, besides its number of ranks."""
 _FOR_A_CRITIC: dict[str, Any] = {"algorithm": {"type": "sao"}, "env": [{"type": "add"}]}
@@ -80,6 +83,8 @@ def resolve(
 def _fill_for_critic(layers: Layers) -> None:
     for key, table in _FOR_A_CRITIC.items():
         layers.data.setdefault(key, copy.deepcopy(table))
+    if isinstance(layers.data.get("deployment"), dict):
+        layers.data["deployment"]["kind"] = "local"  # a service that is alone is on this machine
     if "value" not in layers.data:
         what, fix = "there is no critic to serve", "add a [value] table; it may be empty"
         layers.problems.append(Problem(layers.fallback, ("value",), what, fix))
@@ -99,6 +104,12 @@ def _fill_shared(layers: Layers, stem: str) -> None:
         if not run.get("dir"):
             run["dir"] = f"runs/{run['name']}"
             layers.origins["run", "dir"] = "runs/<run.name>"
+    deployment = layers.data.get("deployment")
+    if isinstance(deployment, dict) and deployment.get("kind") == "slurm":
+        runtime = _table(layers, "runtime")
+        if runtime is not None and "shutdown_grace_s" not in runtime:
+            runtime["shutdown_grace_s"] = SLURM_GRACE_S
+            layers.origins["runtime", "shutdown_grace_s"] = 'deployment.kind = "slurm"'
     policy = _table(layers, "policy", "optim")
     if policy is None:
         return

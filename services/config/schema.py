@@ -17,9 +17,11 @@ from pydantic import Field
 from services.config.algorithm import AlgorithmConfig
 from services.config.base import Section
 from services.config.checkpoint import CheckpointConfig
+from services.config.deployment import DeploymentConfig
 from services.config.inference import InferenceConfig
 from services.config.orchestrator import EnvConfig, EvalConfig, OrchestratorConfig
-from services.config.system import DeploymentConfig, ModelConfig, MonitorConfig, RunConfig, RuntimeConfig
+from services.config.slurm import SlurmConfig
+from services.config.system import ModelConfig, MonitorConfig, RunConfig, RuntimeConfig
 from services.config.train import PolicyConfig, ValueConfig
 
 
@@ -38,6 +40,7 @@ class Config(Section):
     value: ValueConfig | None = None
     inference: InferenceConfig = InferenceConfig()
     deployment: DeploymentConfig = DeploymentConfig()
+    slurm: SlurmConfig = SlurmConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
@@ -52,9 +55,19 @@ class Config(Section):
         return self.deployment.num_policy_gpus // self.policy.model.cp
 
     @property
+    def num_value_gpus(self) -> int:
+        """GPUs of the critic in all, in every layout; 0 without a critic."""
+        return 0 if self.value is None else self.deployment.num_critic_gpus
+
+    @property
     def num_value_data_ranks(self) -> int:
         """Items of a critic grid; 0 without a critic."""
-        return 0 if self.value is None else self.deployment.num_value_gpus // self.value.model.cp
+        return 0 if self.value is None else self.num_value_gpus // self.value.model.cp
+
+    @property
+    def num_engines(self) -> int:
+        """Inference engines; with several, a router is in front of them."""
+        return max(1, self.deployment.num_inference_gpus // self.inference.tp)
 
 
 def to_toml(config: Config) -> str:

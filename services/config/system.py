@@ -1,4 +1,4 @@
-"""`[run]`, `[model]`, `[deployment]`, `[runtime]`, `[monitor]`: where and on what a run lives."""
+"""`[run]`, `[model]`, `[runtime]`, `[monitor]`: where a run lives and how long it waits."""
 
 from __future__ import annotations
 
@@ -32,29 +32,20 @@ class ModelConfig(Section):
     """The inference engine's type. Policy and critic keep and compute float32."""
 
 
-class DeploymentConfig(Section):
-    """`[deployment]`: how many GPUs each role has; on CPU a "gpu" is a rank."""
-
-    num_policy_gpus: int = Field(default=1, ge=1)
-    num_value_gpus: int = Field(default=1, ge=1)
-    num_inference_gpus: int = Field(default=1, ge=1)
-    max_restarts: int = Field(default=0, ge=0)
-    """After the loss of a process (exit code 69) the run goes on from its newest commit by itself, so often at most."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """"cpu" computes on one core a rank; "cuda" on one GPU a rank, with gradients summed by NCCL."""
-
-
 class RuntimeConfig(Section):
     """`[runtime]`: deadlines and the end of a run."""
 
     shutdown_grace_s: float = Field(default=10.0, gt=0)
-    """Everything of ours has ended this long after the first signal."""
+    """Everything of ours has ended this long after the first signal; 540 with `deployment.kind = "slurm"`."""
     startup_deadline_s: float = Field(default=300.0, gt=0)
     """Every process must be ready this long after its start."""
     collective_deadline_s: float = Field(default=60.0, gt=0)
     """Deadline of one collective, and of a rank waiting for its grid item once a step has begun."""
     heartbeat_s: float = Field(default=5.0, gt=0)
     """How often an idle group agrees that it is alive."""
+    token: Literal["auto", "always"] = "auto"  # noqa: S105 - a rule, not a secret
+    """Who must show the run's own token: "auto" = everybody who comes to a listener beyond loopback; "always" = on
+    loopback too, for machines that others use as well."""
 
 
 class MonitorConfig(Section):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -43,6 +44,7 @@ _PLACEHOLDERS: dict[str, Any] = {
     "eval.type": "add",
 }
 _MAX_ROUNDS = 8
+_ELASTIC = re.compile(r"\d+:\d+")
 
 
 def validate(layers: Layers) -> tuple[Config | None, set[KeyPath]]:
@@ -114,6 +116,9 @@ def _describe(kind: str, path: KeyPath, detail: Any, layers: Layers) -> tuple[st
         return "no loss is chosen", choice
     if kind == "missing" or path == ("env",):
         return "required but missing", _how_to_add(path)
+    if path[0] == "deployment" and _ELASTIC.fullmatch(str(detail["input"])):
+        what = f"{detail['input']} is an elastic size, and groups of ranks have a fixed one"
+        return what, "give one number: after the loss of a process the launcher starts the group anew"
     rule = detail["msg"].removeprefix("Input should be ").replace(" or instance of ", ", [")
     if kind == "model_type":
         return f"{_shown(detail['input'])} is not a table", f"write it as [{dotted(path)}]"
@@ -132,6 +137,9 @@ def _how_to_add(path: KeyPath) -> str:
 def _suggest(path: KeyPath, layers: Layers) -> str:
     names = tuple(part for part in path if isinstance(part, str))
     key = ".".join(names)
+    if "kl" in re.split(r"[._]", key) and names[:2] != ("policy", "kl"):
+        why = "rewards hold no KL penalty, for the critic trains on them before the policy trainer has seen a token"
+        return f"use policy.kl.coef, a penalty in the loss: {why}"
     keys = known_keys()
     for table, kinds in _TAGGED.items():
         if names[: len(table)] == table:  # only the keys of the chosen type

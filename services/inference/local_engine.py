@@ -174,7 +174,7 @@ class LocalEngine:
         Returns:
             Done when nothing samples any more.
         """
-        done: Future[None] = Future()
+        done = _promise()
         self._post(lambda: self._pause(mode, clear_cache, done))
         return done
 
@@ -204,7 +204,7 @@ class LocalEngine:
             self._wake.notify()
 
     def _call(self, work: Callable[[], None]) -> Future[None]:
-        done: Future[None] = Future()
+        done = _promise()
 
         def run() -> None:
             work()
@@ -390,3 +390,10 @@ class LocalEngine:
                     f'difference {difference:.1e}); fix: inference.engine = "vllm"'
                 ]
             )
+
+
+def _promise() -> Future[None]:
+    """A future that cannot be cancelled: a caller that goes away in the middle must not end the engine."""
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
+    return done

@@ -5,6 +5,7 @@ Notable:
   request costs here is taken from training.
 - A sampling parameter it does not know is refused, never ignored: it would change the distribution in silence.
 - A non-finite log-probability leaves as JSON null, so the caller sees a hole and drops the trace.
+- With a token every route but `/health` asks for it.
 - With `tell_versions` off it answers like an engine that cannot tell which version sampled a token.
 """
 
@@ -22,6 +23,8 @@ from aiohttp import web
 
 from services.inference.local_engine import EngineRequest, LocalEngine
 from services.inference.weights import read_snapshot
+from services.runtime.auth import Token
+from services.transport.token_guard import ask_token
 from services.wire.errors import ContractError
 
 T = TypeVar("T")
@@ -91,17 +94,24 @@ class LocalServer:
     """Routes around one engine."""
 
     def __init__(
-        self, engine: LocalEngine, *, eos_token_ids: frozenset[int], vocab_size: int, tell_versions: bool
+        self,
+        engine: LocalEngine,
+        *,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        tell_versions: bool,
+        token: Token | None = None,
     ) -> None:
         self.engine = engine
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._tell_versions = tell_versions
+        self._token = token
         self._update = asyncio.Lock()
 
     def app(self) -> web.Application:
         """The application with all routes."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*ask_token(self._token), _errors_as_json])
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_get("/health", self.health)
@@ -297,7 +307,7 @@ class LocalServer:
 def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: nested too deeply
         raise BadRequest(str(error)) from error
 
 

@@ -5,6 +5,8 @@ Notable:
 - A rank that was killed leaves no record; torchrun's agent logs its exit code as a negative signal number.
 - Evidence from after the launcher began to end the run is a consequence, never a cause.
 - A log goes on where an earlier start of the run ended: what that wrote says nothing about this one.
+- In a job's log of a group that spans nodes, srun puts the node's number before each line: torchrun's local ranks are
+  that node's. What srun itself says there is about the step, not about why it ended.
 """
 
 from __future__ import annotations
@@ -21,11 +23,19 @@ from services.runtime.logs import log_path
 from services.wire.errors import EXIT_BUG, EXIT_DEPENDENCY_LOST
 
 _TORCHRUN_KILLED = (
-    re.compile(r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+)"),  # at once
-    re.compile(r"\(local_rank: (?P<rank>\d+)\)\s+exitcode\s*: -(?P<signal>\d+)"),  # in the table at the end
+    re.compile(  # at once
+        r"^(?:(?P<node>\d+): )?.*failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+)", re.MULTILINE
+    ),
+    re.compile(  # in the table at the end
+        r"^(?:(?P<node>\d+): )?.*\(local_rank: (?P<rank>\d+)\)\s+(?:\d+: )?\s*exitcode\s*: -(?P<signal>\d+)",
+        re.MULTILINE,
+    ),
 )
+_LABEL = re.compile(r"^\d+: ")
+_STEP_SAYS = ("srun: ", "slurmstepd")
+_RANK_ENDED = re.compile(r"exitcode\s*: (?P<code>-?\d+)")
 _RAISED = re.compile(r"[\w.]+(Error|Exception)\b")
-_CONSEQUENCE = {signal.SIGTERM}  # torchrun ends the other ranks with it
+_ASKING = {signal.SIGTERM, signal.SIGINT}  # never the cause: torchrun ends the other ranks with the first
 _TAIL_BYTES = 200_000
 
 
@@ -61,11 +71,14 @@ def find_blame(
         None while nothing explains a failure; a secondary blame when only losses of others are known.
     """
     starts = log_starts or {}
-    killed = _killed(run_dir, processes, exits, starts)
-    if killed is not None:
-        return killed
     owners = {rank: process.name for process in processes for rank in process.rank_names}
     records = [record for record in read_failures(run_dir) if record.name in owners]
+    # a step that spans nodes ends with the largest code of its tasks: the other node's may be SLURM's own kill
+    explained = {owners[record.name] for record in records}
+    spread = {process.name for process in processes if len(process.nodes) > 1}
+    killed = _killed(run_dir, processes, exits, starts, explained & spread)
+    if killed is not None:
+        return killed
     for record in sorted(records, key=lambda record: (record.secondary, record.time_s)):
         log = log_path(run_dir, record.name)
         blame = Blame(record.name, record.cause, record.exit_code, log, not record.secondary)
@@ -75,20 +88,41 @@ def find_blame(
     return _unrecorded(run_dir, processes, exits, set(), starts)
 
 
+def ranks_were_told(run_dir: Path, process: ProcessPlan, log_starts: Mapping[str, int]) -> bool:
+    """Did ranks of a group end by a signal that asks for it, which they could not answer yet, and none otherwise.
+
+    Args:
+        run_dir: The run directory.
+        process: The group.
+        log_starts: Bytes that each process's log held before it was started.
+    """
+    if not process.is_group:
+        return False
+    tail = _tail(log_path(run_dir, process.name), log_starts.get(process.name, 0))
+    codes = {int(found["code"]) for found in _RANK_ENDED.finditer(tail)}
+    return bool(codes) and {-code for code in codes} <= _ASKING
+
+
 def _killed(
-    run_dir: Path, processes: list[ProcessPlan], exits: dict[str, int], log_starts: Mapping[str, int]
+    run_dir: Path,
+    processes: list[ProcessPlan],
+    exits: dict[str, int],
+    log_starts: Mapping[str, int],
+    explained: set[str],
 ) -> Blame | None:
-    """A process or rank that a signal ended."""
+    """A process or rank that a signal ended; of processes whose ranks explain it themselves only a rank."""
     for process in processes:
         code = exits.get(process.name, 0)
         log = log_path(run_dir, process.name)
         if process.is_group:
             tail = _tail(log, log_starts.get(process.name, 0))
             for found in (match for pattern in _TORCHRUN_KILLED for match in pattern.finditer(tail)):
-                if int(found["signal"]) not in _CONSEQUENCE:
+                if int(found["signal"]) not in _ASKING:
                     cause = f"killed by {_signal_name(int(found['signal']))}"
-                    return Blame(f"{process.name}-{found['rank']}", cause, EXIT_DEPENDENCY_LOST, log, True)
-        if code > 128:
+                    ranks_before = int(found["node"] or 0) * (process.num_ranks // len(process.nodes))
+                    rank = f"{process.name}-{ranks_before + int(found['rank'])}"
+                    return Blame(rank, cause, EXIT_DEPENDENCY_LOST, log, True)
+        if code > 128 and process.name not in explained:
             return Blame(process.name, f"killed by {_signal_name(code - 128)}", EXIT_DEPENDENCY_LOST, log, True)
     return None
 
@@ -117,7 +151,8 @@ def _unrecorded(
 
 def _last_words(tail: str, *, is_group: bool) -> str:
     """The last line that is not empty; of a group the last error, which torchrun's own report follows."""
-    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    lines = [_LABEL.sub("", line).strip() for line in tail.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(_STEP_SAYS)]
     errors = [line for line in lines if _RAISED.match(line) and "ChildFailedError" not in line]
     return (errors if is_group and errors else ["no output", *lines])[-1]
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from services.launch.plan_cli import PLAN_HELP, add_plan_words, plan_command, show_plan
 from services.launch.pretrain_cli import (
     PRETRAIN_HELP,
     RECORD_HELP,
@@ -40,12 +41,9 @@ and ends them all when the last step is done or the first of them fails.
   counterpoint run configs/demo/sao.toml --run.name second --orchestrator.max_steps 20
   counterpoint run configs/demo/sao.toml --algorithm.type grpo --orchestrator.group_size 8 --value none
   counterpoint run configs/demo/sao.toml --resume           go on from the newest commit
+  counterpoint run big.toml --render-only job               deployment.kind = "slurm": the job script, not submitted
 
 Ctrl-C or SIGTERM: the run commits after the step under way and ends with 75; a second one ends it at once.
-"""
-PLAN_HELP = """\
-Shows what `counterpoint run` would start: processes, ranks, ports, lengths. Starts and writes nothing.
---explain prints every value of the configuration and where it came from; --json prints the plan for programs.
 """
 REPORT_HELP = """\
 Prints the curves of finished, failed or running runs, and draws them into RUN_DIR/report.png. Several runs are drawn
@@ -112,6 +110,7 @@ _TOP_LEVEL = frozenset(
         "value",
         "inference",
         "deployment",
+        "slurm",
         "runtime",
         "checkpoint",
         "monitor",
@@ -195,11 +194,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--allow-fallback", action="store_true", help="with --resume: an older commit where the newest is damaged"
     )
     run.add_argument("--dry-run", action="store_true", help="the same as `counterpoint plan`")
+    run.add_argument(
+        "--render-only", metavar="DIR", help='with deployment.kind = "slurm": write the job, submit nothing'
+    )
 
-    plan = _command(commands, "plan", "show what would start", PLAN_HELP, _plan, SETTINGS_HELP)
-    plan.add_argument("configs", nargs="+", metavar="CONFIG", help="TOML files, later ones win")
-    plan.add_argument("--json", action="store_true", help="as JSON, for programs")
-    plan.add_argument("--explain", action="store_true", help="every value and where it came from")
+    plan = _command(commands, "plan", "show what would start", PLAN_HELP, plan_command, SETTINGS_HELP)
+    add_plan_words(plan)
 
     report = _command(commands, "report", "curves of runs, as text and PNG", REPORT_HELP, _report)
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="run directories")
@@ -259,9 +259,10 @@ def _command(
 
 def _run(args: argparse.Namespace, settings: list[str]) -> int:
     if args.dry_run:
-        return _show_plan(args.configs, settings, as_json=False, explain=False)
+        return show_plan(args.configs, settings)
     from services.config.layers import parse_overrides
     from services.config.resolve import resolve
+    from services.launch.disk import refuse_what_cannot_run
     from services.launch.live import LiveView
     from services.launch.report import summary
     from services.launch.resume import resume_run, run_with_restarts
@@ -271,7 +272,14 @@ def _run(args: argparse.Namespace, settings: list[str]) -> int:
     check_root()
     if args.resume and args.overwrite:
         raise UsageError("--resume goes on with what --overwrite would remove: give one of them")
-    config = resolve(args.configs, parse_overrides(settings)).config
+    resolved = resolve(args.configs, parse_overrides(settings))
+    refuse_what_cannot_run(resolved)
+    config = resolved.config
+    if args.render_only or config.deployment.kind == "slurm":
+        from services.launch.slurm import run_on_slurm
+
+        how = {"overwrite": args.overwrite, "resume": args.resume, "allow_fallback": args.allow_fallback}
+        return run_on_slurm(config, **how, render_only=args.render_only)
     if args.resume:
         code = resume_run(config, LiveView(), allow_fallback=args.allow_fallback)
     else:
@@ -279,23 +287,6 @@ def _run(args: argparse.Namespace, settings: list[str]) -> int:
     if code == EXIT_DONE:
         sys.stdout.write(summary(run_dir_of(config)) + "\n")
     return code
-
-
-def _plan(args: argparse.Namespace, settings: list[str]) -> int:
-    return _show_plan(args.configs, settings, as_json=args.json, explain=args.explain)
-
-
-def _show_plan(configs: list[str], settings: list[str], *, as_json: bool, explain: bool) -> int:
-    from services.config.layers import parse_overrides
-    from services.config.resolve import resolve
-    from services.launch.show_plan import print_explanation, print_plan
-
-    resolved = resolve(configs, parse_overrides(settings))
-    if explain:
-        print_explanation(resolved, as_json=as_json)
-    else:
-        print_plan(resolved.config, as_json=as_json)
-    return EXIT_DONE
 
 
 def _replay(args: argparse.Namespace, settings: list[str]) -> int:

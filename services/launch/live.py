@@ -23,6 +23,7 @@ from rich.text import Text
 
 from services.launch.planner import Plan
 from services.launch.rows import sparkline
+from services.runtime.auth import Token, run_token
 
 LINE_INTERVAL_S = 5.0
 _POLL_S = 0.5
@@ -32,8 +33,9 @@ _DEADLINE_S = 2.0
 class StatusPoller:
     """Keeps the newest status of the orchestrator; one daemon thread."""
 
-    def __init__(self, url: str) -> None:
-        self._url = f"{url}/status"
+    def __init__(self, url: str, token: Token | None = None) -> None:
+        headers = {"Authorization": token.header()} if token is not None else {}
+        self._request = urllib.request.Request(f"{url}/status", headers=headers)  # noqa: S310 - our own page
         self._status: dict[str, Any] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="status", daemon=True)
@@ -52,7 +54,7 @@ class StatusPoller:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback, whatever the proxy settings
         while not self._stop.is_set():
             try:
-                with opener.open(self._url, timeout=_DEADLINE_S) as reply:
+                with opener.open(self._request, timeout=_DEADLINE_S) as reply:
                     self._status = json.loads(reply.read())
             except (OSError, ValueError):
                 pass  # not up yet, or just gone: the supervisor sees exits, this only shows numbers
@@ -82,7 +84,7 @@ class LiveView:
         self._started = time.monotonic()
         groups = ", ".join(f"{p.name} x{p.num_ranks}" if p.num_ranks > 1 else p.name for p in plan.processes)
         self.say(f"started {groups}; logs in {plan.context.dir}/logs")
-        self._poller = StatusPoller(plan.context.orchestrator_url)
+        self._poller = StatusPoller(plan.context.orchestrator_url, run_token(plan.context.token_file))
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._panel)
             self._live.start()

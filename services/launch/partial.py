@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.config.checks import fixed_ports, port_names
+from services.config.ports import fixed_ports, port_names
 from services.config.schema import Config
 from services.launch.blame import find_blame
 from services.launch.fleet import Fleet
@@ -23,6 +23,7 @@ from services.launch.models import MODELS_DIR, model_source
 from services.launch.planner import Plan, ProcessPlan, plan
 from services.launch.rundir import create_run_dir, hold_run_dir, write_context
 from services.launch.supervisor import run_dir_of, site_here
+from services.runtime.auth import make_secrets
 from services.runtime.ports import PortReservation
 from services.wire.errors import ConfigError, DeadlineExceeded, DependencyLost
 
@@ -104,6 +105,7 @@ def partial_run(
         create_run_dir(run_dir, config, overwrite=overwrite)
         ports = fixed | reservation.ports
         layout = lay_out(config, ports, run_dir=run_dir, run_id=run_id, epoch=1, model=model, site=site)
+        make_secrets(layout.context.token_file)
         write_context(layout.context)
         wanted = set(names)
         processes = [process for process in layout.processes if process.name in wanted]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.config.corpus import manifests_of, pretraining_config
+from services.config.deployment_checks import beyond_this_machine
 from services.config.resolve import resolve
 from services.config.schema import Config
 from services.launch.models import MODELS_DIR, model_source
@@ -23,7 +24,7 @@ from services.launch.resume import resume_run
 from services.launch.rows import read_rows, series
 from services.launch.supervisor import View, run_dir_of, site_here, supervise
 from services.runtime.progress import read_progress
-from services.wire.errors import EXIT_DONE, EXIT_PREEMPTED
+from services.wire.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigError
 
 SUFFIX = "-pretrain"
 PICTURE = "pretraining.png"
@@ -75,6 +76,8 @@ def resolve_beside(paths: Sequence[str], overrides: Sequence[tuple[str, str]], s
     """A configuration whose run directory, unless one is given, is that of its run with a suffix."""
     resolved = resolve(paths, overrides)
     config = resolved.config
+    if problems := beyond_this_machine(config):
+        raise ConfigError(problems)
     if resolved.origins.get(("run", "dir")) != "runs/<run.name>":
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": config.run.dir + suffix})})

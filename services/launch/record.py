@@ -65,12 +65,13 @@ def record(
 
 
 def recording_plan(*args: Any, words: list[str], **rest: Any) -> Plan:
-    """As `plan`, of inference and the recorder alone."""
+    """As `plan`, of the engines, which need no router then, and the recorder alone."""
     layout = plan(*args, **rest)
-    by_name = {process.name: process for process in layout.processes}
-    recorder = with_module(by_name["orchestrator"], *_MODULES)
+    engines = [process for process in layout.processes if process.name.startswith("inference")]
+    (orchestrator,) = (process for process in layout.processes if process.name == "orchestrator")
+    recorder = with_module(orchestrator, *_MODULES)
     recorder = replace(recorder, name="recorder", argv=[*recorder.argv, *words])
-    return replace(layout, processes=[by_name["inference"], recorder], final="recorder")
+    return replace(layout, processes=[*engines, recorder], final="recorder")
 
 
 def _check_cuttable(config: Config) -> None:

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.config.checks import PORT_KEYS, fixed_ports
+from services.config.deployment_checks import CRITIC_KEYS, beyond_this_machine
+from services.config.ports import PORT_KEYS, fixed_ports
 from services.config.resolve import resolve
 from services.config.schema import Config, load_resolved
 from services.launch.planner import plan
@@ -91,7 +92,12 @@ def replay_config(source: Path, overrides: Sequence[tuple[str, str]]) -> Config:
         what = "holds no recorded rollouts" + _because(source)
         raise ConfigError([f"{source}: {what}; fix: replay a run that had run.record = true"])
     config = resolve([path], [*_implied(recorded, source, len(steps), dict(overrides)), *overrides]).config
-    problems = [*_changed(recorded, config), *_beyond(source, config, steps), *_too_small(config, steps)]
+    problems = [
+        *beyond_this_machine(config),
+        *_changed(recorded, config),
+        *_beyond(source, config, steps),
+        *_too_small(config, steps),
+    ]
     if Path(config.run.dir).resolve() == source:
         problems.append(f"run.dir: {source} is the recorded run; fix: choose another directory")
     if problems:
@@ -112,7 +118,8 @@ def _implied(recorded: Config, source: Path, num_steps: int, given: dict[str, st
     if recorded.value is None:
         return
     if given.get("value") == "none":
-        yield "deployment.num_value_gpus", "none"
+        for key in CRITIC_KEYS:
+            yield ".".join(map(str, key)), "none"
         yield "orchestrator.schedule", "none"  # nothing is left to overlap
     elif given.get("value.loss.type", recorded.value.loss.type) != recorded.value.loss.type:
         yield "value.loss", "none"

@@ -20,23 +20,32 @@ from typing import Any
 from services.config.context import RunContext
 from services.config.identity import identity_of
 from services.config.schema import Config, to_toml
-from services.launch.models import MODELS_DIR, model_source
+from services.launch.machines import Machines
 from services.launch.planner import Plan, plan
 from services.launch.rundir import append_event, hold_run_dir
-from services.launch.supervisor import Signals, Supervisor, View, run_dir_of, site_here, supervise
+from services.launch.supervisor import Signals, Supervisor, View, model_of, run_dir_of, supervise
 from services.runtime.commits import Commits
 from services.runtime.durable import write_atomic
 from services.runtime.marker import Commit
 from services.wire.errors import EXIT_DEPENDENCY_LOST, ConfigError
 
 
-def run_with_restarts(config: Config, view: View, *, overwrite: bool = False) -> int:
+def run_with_restarts(
+    config: Config,
+    view: View,
+    *,
+    overwrite: bool = False,
+    machines: Machines | None = None,
+    start: Callable[..., int] = supervise,
+) -> int:
     """Carry out a run from nothing; after the loss of a process go on from the newest commit, as often as allowed.
 
     Args:
         config: The resolved configuration; `deployment.max_restarts` says how often.
         view: Shows progress.
         overwrite: Remove an earlier run in the same directory.
+        machines: Where the processes start; None = on this one.
+        start: Makes the first start, as `supervise` does.
 
     Returns:
         The exit code, as of `supervise`.
@@ -45,17 +54,24 @@ def run_with_restarts(config: Config, view: View, *, overwrite: bool = False) ->
         ConfigError: The run directory is in use.
         CannotWrite: It cannot be made.
     """
-    code = supervise(config, view, overwrite=overwrite)
+    code = start(config, view, overwrite=overwrite, machines=machines)
     commits = Commits(run_dir_of(config) / "checkpoints")
     for number in range(1, config.deployment.max_restarts + 1):
         if code != EXIT_DEPENDENCY_LOST or not commits.steps():
             break
         view.say(f"restart {number} of {config.deployment.max_restarts}")
-        code = resume_run(config, view)
+        code = resume_run(config, view, machines=machines)
     return code
 
 
-def resume_run(config: Config, view: View, *, lay_out: Callable[..., Plan] = plan, allow_fallback: bool = False) -> int:
+def resume_run(
+    config: Config,
+    view: View,
+    *,
+    lay_out: Callable[..., Plan] = plan,
+    allow_fallback: bool = False,
+    machines: Machines | None = None,
+) -> int:
     """Carry out the rest of a run from its newest commit.
 
     Args:
@@ -63,6 +79,7 @@ def resume_run(config: Config, view: View, *, lay_out: Callable[..., Plan] = pla
         view: Shows progress.
         lay_out: Makes the plan, as `plan` does.
         allow_fallback: Where the newest commit is damaged, take the one before it.
+        machines: Where the processes start; None = on this one.
 
     Returns:
         The exit code, as of `supervise`.
@@ -88,9 +105,8 @@ def resume_run(config: Config, view: View, *, lay_out: Callable[..., Plan] = pla
             write_atomic(run_dir / "config.resolved.toml", to_toml(config))
             append_event(run_dir, "resumed", step=commit.step, epoch=next_epoch)
             view.say(f"going on after step {commit.step} of {run_dir} (epoch {next_epoch})")
-            site = site_here()
-            model = model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
-            code = Supervisor(config, run_dir, model, view, signals, lay_out=continued).run()
+            model = model_of(config, machines)
+            code = Supervisor(config, run_dir, model, view, signals, lay_out=continued, machines=machines).run()
             append_event(run_dir, "run_ended", exit_code=code)
             return code
     finally:

@@ -21,7 +21,8 @@ from services.runtime.durable import write_atomic
 from services.runtime.ports import hold_name
 from services.wire.errors import CannotWrite, ConfigError
 
-_MARKS = ("run.json", "config.resolved.toml")
+MARKS = ("run.json", "config.resolved.toml")
+"""Files that make a folder a run directory of ours."""
 
 
 def hold_run_dir(run_dir: Path) -> socket.socket:
@@ -75,7 +76,7 @@ def append_event(run_dir: Path, event: str, **facts: object) -> None:
 
 
 def _check_removable(run_dir: Path, overwrite: bool) -> None:
-    is_run = run_dir.is_dir() and any((run_dir / mark).is_file() for mark in _MARKS)
+    is_run = run_dir.is_dir() and any((run_dir / mark).is_file() for mark in MARKS)
     if not is_run:
         fix = "choose another directory with --run.dir DIR"
         raise ConfigError([f"run.dir: {run_dir} exists and is not a run directory; fix: {fix}"])

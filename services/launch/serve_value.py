@@ -5,7 +5,8 @@ Notable:
   number of its ranks is needed of a configuration, and nothing else of it is checked.
 - The directory is `runs/<name>-serve` unless the configuration names one. What an earlier service left there goes; a
   directory with anything of a run in it is refused.
-- On GPUs the critic gets the first ones: there is no policy before it.
+- On GPUs the critic gets the first ones: there is no policy before it. Wherever a run would have it, as many of this
+  machine's are taken.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from services.config.deployment import DeploymentConfig
 from services.config.machine import num_gpus
 from services.config.resolve import resolve
 from services.config.schema import Config
@@ -97,9 +99,10 @@ def serving_config(paths: Sequence[str], overrides: Sequence[tuple[str, str]]) -
     """
     resolved = resolve(paths, overrides, only_critic=True)
     config, origins = resolved.config, resolved.origins
-    deployment = config.deployment
-    if deployment.device == "cuda" and deployment.num_value_gpus > num_gpus():
-        what = f"{deployment.num_value_gpus} GPUs are needed, but {num_gpus()} are here"
+    deployment = DeploymentConfig(num_value_gpus=config.num_value_gpus, device=config.deployment.device)
+    config = config.model_copy(update={"deployment": deployment})
+    if deployment.device == "cuda" and config.num_value_gpus > num_gpus():
+        what = f"{config.num_value_gpus} GPUs are needed, but {num_gpus()} are here"
         raise ConfigError([f'deployment.num_value_gpus: {what}; fix: lower it, or choose device = "cpu"'])
     if origins.get(("run", "dir")) == "runs/<run.name>":
         run = config.run.model_copy(update={"dir": config.run.dir + SUFFIX})
@@ -112,9 +115,11 @@ def _alone(config: Config, *args: Any, **kwargs: Any) -> Plan:
     layout = plan(config, *args, **kwargs)
     if config.deployment.device == "cpu":
         return layout
-    devices = ",".join(str(gpu) for gpu in range(config.deployment.num_value_gpus))
+    devices = kwargs["site"].gpu_names(range(config.num_value_gpus))
     processes = [
-        replace(process, env={**process.env, "CUDA_VISIBLE_DEVICES": devices}) if process.name == "value" else process
+        replace(process, env={**process.env, "CUDA_VISIBLE_DEVICES": devices}, gpus=list(range(config.num_value_gpus)))
+        if process.name == "value"
+        else process
         for process in layout.processes
     ]
     return replace(layout, processes=processes)
@@ -140,8 +145,9 @@ def _make_model(config: Config, say: Callable[[str], None]) -> None:
 def _announce(run: PartialRun, config: Config, say: Callable[[str], None]) -> None:
     assert config.value is not None
     say(f"listening on {run.plan.context.value_url}")
-    if config.value.token_file is not None:
-        say(f"token in {Path(config.value.token_file).resolve()}")
+    token_file = config.value.token_file or run.plan.context.token_file
+    if token_file is not None:
+        say(f"token in {Path(token_file).resolve()}")
 
 
 def _wait(run: PartialRun, signals: Signals) -> None:

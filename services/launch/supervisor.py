@@ -1,7 +1,8 @@
-"""The local supervisor: make the run directory, start the processes, watch them, end them all, name what failed first.
+"""The supervisor: make the run directory, start the processes, watch them, end them all, name what failed first.
 
 Notable:
-- The orchestrator's exit 0 is the normal end. Any other end of any process is a failure and ends the run.
+- The orchestrator's exit 0 is the normal end. Any other end of any process is a failure and ends the run, but for a
+  lost engine behind a router, or part of the router: these are started again (`replacements.py`).
 - On a failure the supervisor waits a moment for the root: a process that lost its neighbour often ends before the
   neighbour's own death is visible through torchrun.
 - Ports lost to a foreign program between choice and bind: all ports are chosen anew and everything starts again, at
@@ -19,21 +20,24 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from services.config.checks import fixed_ports, port_names
+from services.config.ports import fixed_ports
 from services.config.schema import Config
-from services.launch.blame import Blame, find_blame
+from services.launch.blame import Blame, find_blame, ranks_were_told
 from services.launch.fleet import Fleet
+from services.launch.machines import LocalMachine, LostPorts, Machines, Ports
 from services.launch.models import MODELS_DIR, ModelSource, model_source
 from services.launch.planner import Plan, ProcessPlan, Site, plan, process_env
+from services.launch.replacements import Replacements
 from services.launch.rundir import append_event, create_run_dir, hold_run_dir, write_context
+from services.runtime.auth import make_secrets
 from services.runtime.commits import Commits
 from services.runtime.durable import rename_dir
 from services.runtime.lifecycle import request_path
-from services.runtime.ports import PortReservation, foreign_owner, is_free
 from services.runtime.roots import project_root
 from services.wire.errors import EXIT_DEPENDENCY_LOST, EXIT_DONE, EXIT_PREEMPTED, ConfigError
 
@@ -73,8 +77,7 @@ class Attempt:
 
     exit_code: int = EXIT_DONE
     blame: Blame | None = None
-    lost_ports: dict[str, tuple[int, int]] | None = None
-    """name -> (port, foreign owner's pid)"""
+    lost_ports: LostPorts | None = None
 
 
 class Signals:
@@ -106,10 +109,37 @@ def run_dir_of(config: Config) -> Path:
 
 def site_here() -> Site:
     """This checkout, this interpreter."""
-    return Site(project_root(), sys.executable, os.environ.get("PYTHONPATH", ""))
+    return Site(
+        project_root(),
+        sys.executable,
+        os.environ.get("PYTHONPATH", ""),
+        torch_version=_torch_version(),
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+    )
 
 
-def supervise(config: Config, view: View, *, overwrite: bool = False, lay_out: Callable[..., Plan] = plan) -> int:
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:  # a launcher that stays outside of the processes' container
+        return ""
+
+
+def model_of(config: Config, machines: Machines | None = None) -> ModelSource:
+    """Where the run's model comes from."""
+    site = machines.site if machines is not None else site_here()
+    return model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
+
+
+def supervise(
+    config: Config,
+    view: View,
+    *,
+    overwrite: bool = False,
+    lay_out: Callable[..., Plan] = plan,
+    machines: Machines | None = None,
+    is_made: bool = False,
+) -> int:
     """Carry out a run from nothing to its end.
 
     Args:
@@ -117,6 +147,8 @@ def supervise(config: Config, view: View, *, overwrite: bool = False, lay_out: C
         view: Shows progress.
         overwrite: Remove an earlier run in the same directory.
         lay_out: Makes the plan, as `plan` does.
+        machines: Where the processes start; None = on this one.
+        is_made: The run directory has been made, and is fresh.
 
     Returns:
         The exit code: 0; after a signal 75 where there is a commit to resume from, else 130 or 143; else that of the
@@ -130,10 +162,10 @@ def supervise(config: Config, view: View, *, overwrite: bool = False, lay_out: C
     signals = Signals()
     try:
         with hold_run_dir(run_dir):
-            create_run_dir(run_dir, config, overwrite=overwrite)
-            site = site_here()
-            model = model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
-            code = Supervisor(config, run_dir, model, view, signals, lay_out=lay_out).run()
+            if not is_made:
+                create_run_dir(run_dir, config, overwrite=overwrite)
+            model = model_of(config, machines)
+            code = Supervisor(config, run_dir, model, view, signals, lay_out=lay_out, machines=machines).run()
             append_event(run_dir, "run_ended", exit_code=code)
             return code
     finally:
@@ -153,15 +185,17 @@ class Supervisor:
         signals: Signals,
         *,
         lay_out: Callable[..., Plan] = plan,
+        machines: Machines | None = None,
     ) -> None:
         self._lay_out = lay_out
+        self._machines = machines or LocalMachine(site_here())
+        self._site = self._machines.site
         self._model = model
         self._config = config
         self._run_dir = run_dir
         self._view = view
         self._signals = signals
         self._run_id = f"{config.run.name}-{secrets.token_hex(4)}"
-        self._site = site_here()
 
     def run(self) -> int:
         """Make the model, start everything, stay to the end; returns the exit code."""
@@ -194,54 +228,67 @@ class Supervisor:
         return attempt
 
     def _start_and_watch(self, avoid: set[int]) -> Attempt:
-        fixed = fixed_ports(self._config)
-        chosen = [name for name in port_names(self._config) if name not in fixed]
-        with PortReservation(chosen, avoid=avoid) as reservation:
-            ports = fixed | reservation.ports
+        with self._machines.reserve(self._config, avoid, self._run_id) as held:
             layout = self._lay_out(
                 self._config,
-                ports,
+                held.ports,
+                hosts=self._machines.hosts,
                 run_dir=self._run_dir,
                 run_id=self._run_id,
                 epoch=1,
                 model=self._model,
                 site=self._site,
             )
-            lost = {name: (port, 0) for name, port in ports.items() if not is_free(port)}
+            lost = held.taken()
             if lost:
                 return Attempt(EXIT_DEPENDENCY_LOST, lost_ports=self._retryable(lost))
+            make_secrets(layout.context.token_file)
             write_context(layout.context)
-            return self.watch(layout.processes, final=layout.final, layout=layout)
+            return self.watch(layout.processes, final=layout.final, layout=layout, held=held)
 
-    def watch(self, processes: list[ProcessPlan], *, final: str, layout: Plan | None = None) -> Attempt:
+    def watch(
+        self, processes: list[ProcessPlan], *, final: str, layout: Plan | None = None, held: Ports | None = None
+    ) -> Attempt:
         """Start processes and stay until all of them have ended.
 
         Args:
             processes: What to start, all at once.
             final: The process whose exit 0 is the normal end.
             layout: The plan they belong to; None for a process before the run.
+            held: Its ports.
         """
         fleet = Fleet(self._run_dir, self._run_id)
         try:
             for process in processes:
-                fleet.start(process)
-            pids = fleet.pids()
-            append_event(self._run_dir, "processes_started", pids=pids)
+                fleet.start(self._machines.placed(process))
+            append_event(self._run_dir, "processes_started", pids=self._note_pids(fleet, layout))
             if layout is not None:
-                write_context(layout.context.model_copy(update={"pids": {"launcher": os.getpid(), **pids}}))
                 self._view.begin(layout)
-            self._wait(fleet, processes)
-            return self._conclude(fleet, processes, final, layout)
+            self._wait(fleet, processes, layout)
+            return self._conclude(fleet, processes, final, held)
         finally:
             fleet.kill()
+            self._machines.end_leftovers()
 
-    def _wait(self, fleet: Fleet, processes: list[ProcessPlan]) -> None:
-        """Return at a signal, at any exit, or when a rank is known to have failed (its torchrun agent ends later).
+    def _note_pids(self, fleet: Fleet, layout: Plan | None) -> dict[str, int]:
+        pids = fleet.pids()
+        if layout is not None:
+            write_context(layout.context.model_copy(update={"pids": {"launcher": os.getpid(), **pids}}))
+        return pids
 
-        A rank that only lost a peer counts: the peer may be frozen, and the agent would wait half a minute for it.
+    def _wait(self, fleet: Fleet, processes: list[ProcessPlan], layout: Plan | None) -> None:
+        """Return at a signal, at an exit, or when a rank is known to have failed (its torchrun agent ends later).
+
+        A rank that only lost a peer counts: the peer may be frozen, and the agent would wait half a minute for it. What
+        the run can lose for a while is started again instead.
         """
+        replacements = Replacements(self._run_dir, processes, lambda lost: fleet.start(self._machines.placed(lost)))
         next_look = time.monotonic() + _LOOK_INTERVAL_S
-        while not fleet.exits() and not self._signals.count:
+        while not self._signals.count:
+            if replacements.look(fleet):
+                self._note_pids(fleet, layout)
+            if fleet.exits():
+                return
             self._view.tick()
             time.sleep(POLL_S)
             if time.monotonic() > next_look:
@@ -249,7 +296,7 @@ class Supervisor:
                 if find_blame(self._run_dir, processes, {}, fleet.log_starts) is not None:
                     return
 
-    def _conclude(self, fleet: Fleet, processes: list[ProcessPlan], final: str, layout: Plan | None) -> Attempt:
+    def _conclude(self, fleet: Fleet, processes: list[ProcessPlan], final: str, held: Ports | None) -> Attempt:
         grace_s = self._config.runtime.shutdown_grace_s
         if self._signals.count or self._was_asked_to_end(fleet, processes, final):
             return self._preempt(fleet, final, time.monotonic() + grace_s)
@@ -257,8 +304,10 @@ class Supervisor:
             late = fleet.stop(grace_s, self._signals.twice)
             append_event(self._run_dir, "finished", killed=late)
             return Attempt()
-        lost = self._lost_ports(fleet, layout) if layout is not None else {}
+        lost = self._retryable(held.lost(fleet.own_pids())) if held is not None else {}
         blame = self._settle(fleet, processes)
+        if self._was_asked_to_end(fleet, processes, final):  # seen later than the loss it was to others
+            return self._preempt(fleet, final, time.monotonic() + grace_s)
         append_event(self._run_dir, "process_failed", exits=fleet.exits(), first=str(blame))
         late = fleet.stop(grace_s, lambda: self._signals.count > 0)
         append_event(self._run_dir, "stopped", killed=late)
@@ -266,12 +315,17 @@ class Supervisor:
 
     def _was_asked_to_end(self, fleet: Fleet, processes: list[ProcessPlan], final: str) -> bool:
         """Did processes end because somebody told one to, by SIGTERM or SIGINT, rather than fail or just leave."""
-        exits = fleet.exits()
-        if not exits or find_blame(self._run_dir, processes, {}) is not None:
+        exits, starts = fleet.exits(), fleet.log_starts
+        blame = find_blame(self._run_dir, processes, {}, starts)
+        told = {each.name for each in processes if self._says_it_was_told(each)}
+        unready = {each.name for each in processes if ranks_were_told(self._run_dir, each, starts)}
+        if not (exits or unready) or (blame is not None and (blame.is_primary or not unready)):
             return False
-        told = {process.name for process in processes if self._says_it_was_told(process)}
         return all(
-            code in (EXIT_PREEMPTED, *STOPPED) or (code == EXIT_DONE and name != final and name in told)
+            code in (EXIT_PREEMPTED, *STOPPED)
+            or (code == EXIT_DONE and name != final and name in told)
+            or name in unready
+            or (code == EXIT_DEPENDENCY_LOST and bool(unready))  # it lost those
             for name, code in exits.items()
         )
 
@@ -304,17 +358,7 @@ class Supervisor:
                 return blame
             time.sleep(POLL_S)
 
-    def _lost_ports(self, fleet: Fleet, layout: Plan) -> dict[str, tuple[int, int]]:
-        """Planned ports that a process outside this run listens on."""
-        own = fleet.own_pids()
-        lost = {}
-        for name, port in layout.ports.items():
-            owner = foreign_owner(port, own)
-            if owner is not None:
-                lost[name] = (port, owner)
-        return self._retryable(lost)
-
-    def _retryable(self, lost: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    def _retryable(self, lost: LostPorts) -> LostPorts:
         """Refuse to go on when a lost port is one that the configuration fixes."""
         fixed = fixed_ports(self._config)
         problems = [

@@ -75,7 +75,7 @@ def estimate_memory(model: ModelShapes, role: PolicyConfig | ValueConfig, *, num
         role: `[policy]` or `[value]`.
         num_ranks: Ranks of the group, all axes together.
     """
-    held = _held(model, role)
+    held = held_parameters(model, role)
     trained = [parameter for parameter, trains in held if trains]
     layout = role.model
     parameters = F32 * sum(_shard(parameter, layout, num_ranks) for parameter, _ in held)
@@ -101,7 +101,7 @@ def estimate_memory(model: ModelShapes, role: PolicyConfig | ValueConfig, *, num
 # Parameters
 
 
-def _held(model: ModelShapes, role: PolicyConfig | ValueConfig) -> list[tuple[Parameter, bool]]:
+def held_parameters(model: ModelShapes, role: PolicyConfig | ValueConfig) -> list[tuple[Parameter, bool]]:
     """Every parameter of the role and whether it trains: a critic has a value head in the place of the output head."""
     is_critic = isinstance(role, ValueConfig)
     base = [p for p in model.parameters if not (is_critic and p.name == OUTPUT_HEAD)]

@@ -9,6 +9,8 @@ Notable:
   file and the guard kills everything below it. The launcher closes the pipe itself to end a run at once.
 - The child dies by PDEATHSIG if the guard itself is killed; the launcher then sweeps what the child had started.
 - SIGTERM and SIGINT are forwarded. The guard ends with the child's code, or 128 + signal.
+- Whoever holds the pipe can also speak through it: a byte is the number of a signal for the child. Where a guard is on
+  another node (`services.launch.on_node`), no other way leads to that process alone.
 - Standard library only, and nothing heavy: there is one guard per process of a run.
 """
 
@@ -28,6 +30,8 @@ PR_SET_CHILD_SUBREAPER = 36
 EXIT_USAGE = 64
 EXIT_CANNOT_START = 69
 GUARD_PID_VARIABLE = "COUNTERPOINT_GUARD_PID"
+ASKING = (signal.SIGTERM, signal.SIGINT)
+"""Signals that ask a process to end."""
 
 _SWEEP_DEADLINE_S = 5.0
 
@@ -37,11 +41,24 @@ def main(argv: list[str]) -> int:
     if len(argv) < 4 or argv[0] != "--death-fd" or argv[2] != "--" or not argv[1].isdigit():
         sys.stderr.write("usage: python -m services.runtime.guard --death-fd N -- argv...\n")
         return EXIT_USAGE
-    death_fd = int(argv[1])
+    return guard(argv[3:], int(argv[1]))
+
+
+def guard(command: list[str], death_fd: int, *, forwarded: tuple[signal.Signals, ...] = ASKING) -> int:
+    """Run a command under guard.
+
+    Args:
+        command: An argv list.
+        death_fd: A pipe: end of file ends everything, a byte is a signal for the command.
+        forwarded: Signals to the guard that the command gets too.
+
+    Returns:
+        The command's exit code, 128 + signal where one ended it.
+    """
     os.set_inheritable(death_fd, False)
     become_subreaper()
-    child = _start(argv[3:])
-    code = _watch(child, death_fd)
+    child = _start(command)
+    code = _watch(child, death_fd, forwarded)
     sweep(_SWEEP_DEADLINE_S)
     return code
 
@@ -100,7 +117,7 @@ def _become(command: list[str], guard_pid: int) -> NoReturn:
     os._exit(EXIT_CANNOT_START)
 
 
-def _watch(child: int, death_fd: int) -> int:
+def _watch(child: int, death_fd: int, forwarded: tuple[signal.Signals, ...]) -> int:
     """Forward signals until the child ends or the launcher is gone; return the code to end with."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -112,13 +129,28 @@ def _watch(child: int, death_fd: int) -> int:
     while code is None:
         readable, _, _ = select.select([wake_read, death_fd], [], [], 5.0)
         if death_fd in readable:
-            return 128 + signal.SIGKILL
+            words = _read(death_fd)
+            if not words:
+                return 128 + signal.SIGKILL
+            _pass_on(words, ASKING, child)
         if wake_read in readable:
-            for number in os.read(wake_read, 512):
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    _kill(child, number)
+            _pass_on(os.read(wake_read, 512), forwarded, child)
         code = _reap(child)
     return code
+
+
+def _read(death_fd: int) -> bytes:
+    """What was said; nothing where the other end is gone."""
+    try:
+        return os.read(death_fd, 512)
+    except OSError:
+        return b""
+
+
+def _pass_on(numbers: bytes, allowed: tuple[signal.Signals, ...], child: int) -> None:
+    for number in numbers:
+        if number in allowed:
+            _kill(child, number)
 
 
 def _reap(child: int) -> int | None:

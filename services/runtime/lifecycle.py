@@ -72,6 +72,7 @@ def run_process(name: str, run_dir: Path, main: Callable[[], None]) -> NoReturn:
         faulthandler.enable()
         setup_logging(name, run_dir, level=_log_level(run_dir))
         check_root()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it can end in order, a request just ends it
         main()
     except SystemExit as error:
         logger.info("{} ends with exit code {}", name, error.code)
@@ -107,7 +108,11 @@ def die_with_parent() -> None:
 
 
 def install_stop_handlers(on_stop: Callable[[], object] | None = None) -> threading.Event:
-    """Make SIGTERM and SIGINT set an event instead of ending the process; a second signal ends it at once.
+    """Make SIGTERM and SIGINT set an event instead of ending the process.
+
+    Of a process alone a second signal ends it at once. In a run it changes nothing: a request to all processes at once
+    comes to each from several sides (its sender, its guard, its torchrun agent, the launcher), and the immediate end is
+    the launcher's, which counts what it gets itself.
 
     Args:
         on_stop: Called (in the main thread, between two bytecodes) at the first signal; may wake an event loop.
@@ -115,11 +120,13 @@ def install_stop_handlers(on_stop: Callable[[], object] | None = None) -> thread
     Returns:
         The event; poll it between two pieces of work.
     """
-    stop_requested = threading.Event()
+    stop_requested, is_in_a_run = threading.Event(), GUARD_PID_VARIABLE in os.environ
 
     def handle(signum: int, _frame: Any) -> None:
         if stop_requested.is_set():
-            os._exit(128 + signum)
+            if not is_in_a_run:
+                os._exit(128 + signum)
+            return
         stop_requested.set()
         _STOP_REQUESTED.set()
         if on_stop is not None:

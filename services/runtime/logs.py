@@ -36,6 +36,7 @@ def setup_logging(name: str, run_dir: Path, *, level: str = "INFO") -> None:
     logger.remove()
     logger.configure(extra={"process": name})
     # catch=True (the default): a full disk costs log lines, not the run
+    # diagnose=False: a traceback with the values of variables would show tokens and prompts
     logger.add(path, level=level, format=FILE_FORMAT, diagnose=False)
     if not _is_stderr(path):
         logger.add(sys.stderr, level="WARNING", format=SHORT_FORMAT, colorize=False, diagnose=False, backtrace=False)

@@ -4,6 +4,8 @@ Notable:
 - A reservation is an abstract Unix socket named after the port. It lives in the same network namespace as the port,
   vanishes with its holder however that dies, and leaves the TCP port itself free for the child to bind (a held TCP
   socket could not be handed to uvicorn, ZeroMQ and vLLM alike). Two launchers can therefore never choose alike.
+- A port is probed where it will be bound, on the host's own address, and on loopback; never by binding all interfaces,
+  which would hold it against everybody for a moment.
 - A foreign program can still take a port between probe and bind; `foreign_owner` tells, and the supervisor chooses
   a new set.
 """
@@ -19,6 +21,7 @@ from types import TracebackType
 
 from services.wire.errors import DependencyLost
 
+LOOPBACK = "127.0.0.1"
 LOWEST_PORT = 10000
 HIGHEST_PORT = 32767
 """Outbound connections take their ports from 32768 up (net.ipv4.ip_local_port_range)."""
@@ -29,17 +32,21 @@ _LISTEN = "0A"
 class PortReservation:
     """A set of ports that no other reservation on this host holds; a context manager."""
 
-    def __init__(self, names: Iterable[str], *, avoid: Iterable[int] = (), seed: int | None = None) -> None:
+    def __init__(
+        self, names: Iterable[str], *, avoid: Iterable[int] = (), seed: int | None = None, address: str = LOOPBACK
+    ) -> None:
         """Reserve one free port per name.
 
         Args:
             names: What the ports are for.
             avoid: Ports fixed in the configuration, or lost before.
             seed: Makes the order of candidates repeatable; None draws it.
+            address: Of this host, where the ports will be bound; they are free on loopback too.
 
         Raises:
             DependencyLost: No free port is left in the range.
         """
+        self._address = address
         candidates = list(range(LOWEST_PORT, HIGHEST_PORT + 1))
         random.Random(seed).shuffle(candidates)  # noqa: S311 - no secret
         avoided = set(avoid)
@@ -70,13 +77,13 @@ class PortReservation:
             hold = hold_name(f"port-{port}")
             if hold is None:
                 continue
-            if not is_free(port):
+            if not is_free(port, self._address):
                 hold.close()
                 continue
             self._holds[port] = hold
             return port
         self.close()
-        raise DependencyLost(f"no free port between {LOWEST_PORT} and {HIGHEST_PORT} on 127.0.0.1")
+        raise DependencyLost(f"no free port between {LOWEST_PORT} and {HIGHEST_PORT} on {self._address}")
 
 
 def hold_name(name: str) -> socket.socket | None:
@@ -90,13 +97,18 @@ def hold_name(name: str) -> socket.socket | None:
     return hold
 
 
-def is_free(port: int) -> bool:
-    """Whether a server could bind `port` on loopback now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def is_free(port: int, address: str = LOOPBACK) -> bool:
+    """Whether a server could bind `port` now, on an address of this host and on loopback."""
+    return all(_can_bind(port, where) for where in {address, LOOPBACK})
+
+
+def _can_bind(port: int, address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         # as servers do: a port in TIME_WAIT counts as free, one that is listened on does not
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((address, port))
         except OSError:
             return False
     return True

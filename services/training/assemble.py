@@ -16,6 +16,7 @@ from services.model.backbone import Backbone
 from services.model.layout import PackedLayout
 from services.model.mesh import Mesh
 from services.model.selftest import Hidden, check_packing
+from services.runtime.auth import grid_key
 from services.runtime.commits import Commits
 from services.training.board import StatusBoard
 from services.training.checkpoint import load, seed_anew
@@ -136,6 +137,7 @@ def serve_group(
             data_rank=mesh.data_rank,
             num_data_ranks=mesh.num_data_ranks,
             first_step=board.steps_done,
+            key=grid_key(context.token_file),
         )
     group = TrainGroup(
         trainer,

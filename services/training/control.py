@@ -3,7 +3,8 @@
 Notable:
 - `/livez`: the event loop turns. `/readyz`: would accept work now. `/status`: state, step, who waits for what.
 - The server never touches the model: it reads the board and fills queues of commands.
-- With a token every route but the two health routes asks for it, before a body is read.
+- With a token every route but the two health routes asks for it, before a body is read; beyond loopback there is no
+  listening without one.
 - `/checkpoint` is answered when the role's part of the commit is whole: 200; 409 where the group is at another step,
   507 where the disk does not take it.
 """
@@ -20,19 +21,19 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from services.runtime.auth import Token
+from services.runtime.auth import Token, check_listener
 from services.training.board import StatusBoard
 from services.training.saver import Saver
 from services.transport.bounded_http import bounded
+from services.transport.token_guard import TokenGuard
 from services.wire.errors import DependencyLost
 from services.wire.messages import CheckpointRequest, TrainStatus
 
 MAX_COMMAND_BYTES = 4096
 BODY_GRACE_S = 5.0
 """An application that has a deadline of its own for bodies may say so first."""
-OPEN_PATHS = frozenset({"/livez", "/readyz"})
 GAUGES = ("steps_done", "updates_done", "num_forwards", "num_scored_tokens", "num_trained_tokens", "busy_s")
 
 
@@ -45,30 +46,6 @@ _READY: _Responses = {
 _STATUS_SCHEMA = msgspec.json.schema_components((TrainStatus,))[1]["TrainStatus"]
 _STATUS: _Responses = {200: {"description": "The status.", "content": {"application/json": {"schema": _STATUS_SCHEMA}}}}
 _METRICS: _Responses = {200: {"description": "Text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-
-
-class TokenGuard:
-    """ASGI middleware: 401 unless a request shows the token, whatever its path, but for the health routes."""
-
-    def __init__(self, app: ASGIApp, token: Token) -> None:
-        self._app = app
-        self._token = token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it unread."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            shown = [value for name, value in scope["headers"] if name == b"authorization"]
-            if not self._token.matches(shown[0] if len(shown) == 1 else None):
-                refusal = _json(401, {"error": "authorization: a bearer token is needed"})
-                refusal.headers["WWW-Authenticate"] = "Bearer"
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def require_token(app: FastAPI, token: Token) -> None:
-    """Ask for a token on every route but the health routes."""
-    app.add_middleware(TokenGuard, token=token)
 
 
 def control_app(board: StatusBoard, *, title: str, saver: Saver | None = None) -> FastAPI:
@@ -115,7 +92,7 @@ def _add_checkpoint(app: FastAPI, saver: Saver) -> None:
             wanted = msgspec.json.decode(body, type=CheckpointRequest)
         except msgspec.ValidationError as error:
             return _json(422, {"error": str(error)})
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last: nested too deeply
             return _json(400, {"error": "body: not valid JSON"})
         answer = await asyncio.wrap_future(saver.submit(wanted.step))
         return _json(answer.status, answer.body)
@@ -126,13 +103,24 @@ def _json(status: int, body: dict[str, object]) -> Response:
 
 
 class ServerThread:
-    """uvicorn in a thread of its own, on one address."""
+    """uvicorn in a thread of its own, on one address.
 
-    def __init__(self, app: FastAPI, url: str, *, body_deadline_s: float = 30.0) -> None:
+    Args:
+        app: What answers.
+        url: Where it listens.
+        token: Asked of every request but those for the health routes.
+        body_deadline_s: From the end of a request's headers to the end of its body.
+
+    Raises:
+        ConfigError: The address is beyond loopback, and there is no token.
+    """
+
+    def __init__(self, app: ASGIApp, url: str, *, token: Token | None = None, body_deadline_s: float = 30.0) -> None:
         address = urlsplit(url)
         assert address.hostname and address.port, f"not a listening address: {url}"
+        check_listener(address.hostname, f"HTTP at {url}", is_guarded=token is not None)
         config = uvicorn.Config(
-            app,
+            app if token is None else TokenGuard(app, token),
             host=address.hostname,
             port=address.port,
             log_level="warning",

@@ -20,6 +20,8 @@ from collections import Counter, deque
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from services.runtime.auth import Token
+from services.transport.curve import LinkKeys
 from services.transport.link import (
     CONNECT_INTERVAL_MS,
     LINGER_MS,
@@ -29,7 +31,7 @@ from services.transport.link import (
     Nack,
     NackReason,
     Position,
-    check_loopback,
+    check_address,
     encode_control,
     identity,
     set_options,
@@ -44,19 +46,15 @@ NUM_REMEMBERED_STEPS = 64
 NUM_ANNOUNCED_STEPS = 4
 MAX_ITEM_BYTES = 4 * 2**30
 
-_LINK_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
 
 
 class GridReceiver:
     """The receiving end of one data rank of one stream.
 
     Args:
-        address: tcp://127.0.0.1:PORT of the sender; it may come up later, go away and come back
+        address: tcp://HOST:PORT of the sender; it may come up later, go away and come back
         stream: "policy" or "critic"
         run_id: items of another run are dropped
         epoch: likewise
@@ -65,9 +63,10 @@ class GridReceiver:
         first_step: the first step to accept; steps are consecutive from there
         max_item_bytes: a larger item is dropped, before it is held in memory where one frame alone is too large
         credit: items held here that were not taken yet
+        key: the run's grid key: the sender must have it too; None = a plain link, on loopback only
 
     Raises:
-        ConfigError: the address is not on loopback.
+        ConfigError: the address is beyond loopback, and there is no key.
     """
 
     def __init__(
@@ -82,8 +81,10 @@ class GridReceiver:
         first_step: int = 0,
         max_item_bytes: int = MAX_ITEM_BYTES,
         credit: int = 1,
+        key: Token | None = None,
     ) -> None:
-        check_loopback(address)
+        check_address(address, listens=False, is_secured=key is not None)
+        self._keys = LinkKeys(key) if key is not None else None
         self.failure: Exception | None = None
         """why nothing more will be accepted, None while all is well"""
         self._address = address
@@ -170,7 +171,9 @@ class GridReceiver:
 
     def _receive(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         with context.socket(zmq.DEALER) as socket:
-            set_options(socket, max_message_bytes=self._max_item_bytes)
+            set_options(socket, self._address, max_message_bytes=self._max_item_bytes)
+            if self._keys is not None:
+                self._keys.secure_receiver(socket)
             socket.set(zmq.IDENTITY, identity(self._stream, self._data_rank))
             socket.set(zmq.RECONNECT_IVL, CONNECT_INTERVAL_MS)
             socket.set(zmq.RECONNECT_IVL_MAX, MAX_CONNECT_INTERVAL_MS)
@@ -199,7 +202,10 @@ class GridReceiver:
                 os.read(self._wake_read, 4096)
                 hello_due_s = 0.0
             if monitor in events:
-                connected = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                event = recv_monitor_message(monitor)["event"]
+                connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                if event & _FAILURES:
+                    self._count("refused_handshake")
                 if connected:
                     self._connection += 1
                     hello_due_s = 0.0

@@ -5,7 +5,8 @@ Notable:
   it has it, with the same digest. In between it survives cut connections and restarted receivers.
 - A new connection or a new receiver is answered at once; otherwise an item is sent again after `resend_after_s`, then
   after twice that, and so on.
-- Everything runs on the caller's event loop: one task, which reads control messages and sends what is due.
+- Everything runs on the caller's event loop: a task that reads control messages and sends what is due, one that counts
+  peers who do not manage to shake hands, and one that answers who may come in, where the link has keys.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
+from services.runtime.auth import Token
+from services.transport.curve import Gate, LinkKeys
 from services.transport.link import (
     MAX_CONTROL_BYTES,
     Ack,
     Hello,
     Nack,
     Position,
-    check_loopback,
+    check_address,
     decode_control,
     identity,
     set_options,
@@ -79,15 +83,16 @@ class GridSender:
     """The sending end of one stream; make it inside a running event loop.
 
     Args:
-        address: tcp://127.0.0.1:PORT to listen on; port 0 takes a free one, `address` then tells which
+        address: tcp://HOST:PORT to listen on; port 0 takes a free one, `address` then tells which
         stream: "policy" or "critic"
         run_id: items and receivers of another run are refused
         epoch: likewise
         num_data_ranks: receivers of this stream
         resend_after_s: first wait before an unacknowledged item is sent again
+        key: the run's grid key: receivers must have it too; None = a plain link, on loopback only
 
     Raises:
-        ConfigError: the address is not on loopback.
+        ConfigError: the address is beyond loopback and there is no key, or it is every interface.
         DependencyLost: the port cannot be bound.
     """
 
@@ -100,8 +105,10 @@ class GridSender:
         epoch: int,
         num_data_ranks: int,
         resend_after_s: float = 2.0,
+        key: Token | None = None,
     ) -> None:
-        check_loopback(address)
+        check_address(address, listens=True, is_secured=key is not None)
+        keys = LinkKeys(key) if key is not None else None
         self._stream: Stream = stream
         self._run_id = run_id
         self._epoch = epoch
@@ -109,16 +116,25 @@ class GridSender:
         self._state = _State(ranks=[_Rank() for _ in range(num_data_ranks)])
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        set_options(self._socket, max_message_bytes=MAX_CONTROL_BYTES)
+        set_options(self._socket, address, max_message_bytes=MAX_CONTROL_BYTES)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
+        self._gate = None
+        if keys is not None:
+            self._gate = Gate(self._context, keys, self._state.counters)
+            keys.secure_sender(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise DependencyLost(f"cannot listen on {address} for {stream} grids: {error}") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._task = asyncio.get_running_loop().create_task(self._serve(), name=f"{stream}-grid-sender")
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._serve(), name=f"{stream}-grid-sender")
+        self._helpers = [loop.create_task(self._count_strangers(), name=f"{stream}-grid-monitor")]
+        if self._gate is not None:
+            self._helpers.append(loop.create_task(self._gate.serve(), name=f"{stream}-grid-gate"))
 
     async def send(self, items: list[GridItem], *, deadline_s: float) -> None:
         """Deliver one grid: return when every data rank has acknowledged its item.
@@ -176,14 +192,20 @@ class GridSender:
                 }
                 for (data_rank, step), item in sorted(self._state.pending.items())
             ],
-            "counters": dict(self._state.counters),
+            "counters": dict(+self._state.counters),
         }
 
     async def close(self) -> None:
         """Stop sending and free the port; what was not acknowledged is forgotten."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)  # what ended it early was raised by `send`
+        tasks = [self._task, *self._helpers]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # what ended it early was raised by `send`
+        self._socket.disable_monitor()
         self._socket.close(linger=0)
+        self._monitor.close(linger=0)
+        if self._gate is not None:
+            self._gate.close()
         await asyncio.to_thread(self._context.term)
 
     def _check_grid(self, items: list[GridItem]) -> int:
@@ -220,6 +242,12 @@ class GridSender:
                 sender_id, *frames = await self._socket.recv_multipart()
                 self._handle(sender_id, frames)
             self._send_due()
+
+    async def _count_strangers(self) -> None:
+        """Connections whose handshake did not succeed: another protocol, or other keys. `_serve` never hears them."""
+        while True:
+            event = (await recv_monitor_message(self._monitor))["event"]
+            self._state.counters["strangers"] += 1 if event == zmq.EVENT_ACCEPTED else -1
 
     def _handle(self, sender_id: bytes, frames: list[bytes]) -> None:
         try:

@@ -10,6 +10,8 @@ Notable:
   `expected_step + credit` may be sent: a window, so that a lost or repeated message changes nothing.
 - Steps of one stream are consecutive from the receiver's `first_step`.
 - Control messages are MessagePack structs with a strict schema. Nothing on these sockets is ever unpickled.
+- On loopback a link may be plain; beyond it, and there too where the run has a token, it speaks CURVE
+  (`services.transport.curve`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
+from services.runtime.auth import check_listener, is_loopback
 from services.wire.errors import CodecError, ConfigError
 from services.wire.grids import Stream
 
@@ -110,20 +113,31 @@ def identity(stream: str, data_rank: int) -> bytes:
     return f"{stream}-{data_rank}".encode()
 
 
-def check_loopback(address: str) -> None:
-    """Refuse an address that other machines could reach.
+def check_address(address: str, *, listens: bool, is_secured: bool) -> None:
+    """Refuse an address that other machines could reach, unless the link proves both ends.
+
+    Args:
+        address: tcp://HOST:PORT.
+        listens: Bind there (an IP address of one interface), or connect.
+        is_secured: The link has keys.
 
     Raises:
-        ConfigError: not tcp://, or a host that is not loopback.
+        ConfigError: not such an address, or beyond loopback without keys.
     """
     parts = urlsplit(address)
     host = parts.hostname or ""
-    if parts.scheme != "tcp" or not (host.startswith("127.") or host in ("localhost", "::1")):
-        raise ConfigError([f"grid address {address!r} is not on loopback: grids travel without authentication"])
+    if parts.scheme != "tcp" or not host:
+        raise ConfigError([f"grid address {address!r} is not tcp://HOST:PORT"])
+    if listens:
+        check_listener(host, f"grid link at {address}", is_guarded=is_secured)
+    elif not is_secured and not is_loopback(host):
+        raise ConfigError([f"grid address {address!r} is not on loopback, and the link has no keys"])
 
 
-def set_options(socket: zmq.Socket, *, max_message_bytes: int) -> None:
+def set_options(socket: zmq.Socket, address: str, *, max_message_bytes: int) -> None:
     """Set what both ends have in common: bounded queues, bounded closing, bounded messages, a pulse."""
+    if "[" in address:
+        socket.set(zmq.IPV6, 1)
     socket.set(zmq.LINGER, LINGER_MS)
     items_hwm, control_hwm = 4, 1000  # items are large and few, control messages small
     sends_items = socket.type == zmq.ROUTER

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from services.runtime import commits as commits_module
+from services.runtime import manifests as manifests_module
 from services.runtime.commits import Commits
 from services.runtime.faults import FAULT_VARIABLE
 from services.runtime.manifests import write_manifest
@@ -189,28 +191,21 @@ def test_the_picture_of_a_power_cut_shows_what_carelessness_does(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """One megabyte, where this user may mount."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=100", "tmpfs", str(mount)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+def fill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], None]:
+    """From a fault point on, once: whoever writes the file finds the disk full, for it leads to the device that is."""
 
+    def arm(name: str, path: Path) -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # what `write_atomic` writes first
 
-def fill(disk: Path) -> Path:
-    """Use up what is left of a disk; the file that did it."""
-    ballast = disk / "ballast"
-    with open(ballast, "wb", buffering=0) as file:
-        for num_bytes in (65536, 4096, 1):
-            try:
-                while True:
-                    file.write(b"x" * num_bytes)
-            except OSError:
-                continue
-    return ballast
+        def at_point(reached: str) -> None:
+            if reached == name:
+                temporary.symlink_to("/dev/full")
+                monkeypatch.undo()
+
+        for module in (commits_module, manifests_module):
+            monkeypatch.setattr(module, "point", at_point)
+
+    return arm
 
 
 def roles_written(commits: Commits, step: int) -> None:
@@ -219,48 +214,46 @@ def roles_written(commits: Commits, step: int) -> None:
         write_role(part / role, step, 1)
 
 
-def test_a_full_disk_costs_the_new_commit_and_never_the_old_one(small_disk: Path) -> None:
+def test_a_full_disk_costs_the_new_commit_and_never_the_old_one(
+    folder: Path, fill_at: Callable[[str, Path], None]
+) -> None:
     """In a shard, in a manifest, in COMMIT.json; with room again the next attempt goes through."""
-    folder = small_disk / "checkpoints"
     commits = Commits(folder)
     make_commit(commits, 1)
 
     part = commits.begin(2)
-    ballast = fill(small_disk)
+    (part / "policy").mkdir()
+    (part / "policy" / "rank1.bin").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):  # the role's own write: its orchestrator gives up
         write_role(part / "policy", 2, 1)
     commits.abandon(2)
-    ballast.unlink()
 
     part = commits.begin(2)
     (part / "policy").mkdir()
     (part / "policy" / "rank0.bin").write_bytes(b"x")
-    ballast = fill(small_disk)
+    fill_at("policy:before-manifest", part / "policy" / "manifest.json")
     with pytest.raises(CannotWrite, match=r"manifest\.json: No space left"):
         write_manifest(part / "policy", {})
     assert os.listdir(part / "policy") == ["rank0.bin"]
     commits.abandon(2)
-    ballast.unlink()
 
     roles_written(commits, 2)
-    ballast = fill(small_disk)
+    fill_at("commit:before-marker", part / "COMMIT.json")
     with pytest.raises(CannotWrite, match=r"COMMIT\.json: No space left") as caught:
         commits.commit(2, ROLES, run_id="run", epoch=1, identity={"algorithm": "sao", "step": 2})
     assert caught.value.exit_code == 73
     assert os.listdir(folder) == ["step_000001"]
     assert_whole(commits.load(1))
 
-    ballast.unlink()
     assert_whole(make_commit(commits, 2))
 
 
-def test_a_disk_without_room_for_a_folder_is_named(small_disk: Path) -> None:
-    commits = Commits(small_disk / "checkpoints")
+def test_a_folder_that_cannot_be_made_is_named(folder: Path) -> None:
+    """A link that leads nowhere has its name: no folder can be made of it, whoever tries."""
+    commits = Commits(folder)
     make_commit(commits, 1)
-    with pytest.raises(OSError, match="No space left"):
-        for index in range(200):
-            (small_disk / str(index)).touch()
-    with pytest.raises(CannotWrite, match=r"cannot make .*step_000002\.part: No space left"):
+    (folder / ".step_000002.part").symlink_to(folder / "nowhere")
+    with pytest.raises(CannotWrite, match=r"cannot make .*step_000002\.part: File exists"):
         commits.begin(2)
     assert_whole(commits.load(1))
     assert commits.prune(keep_last=1) == []

@@ -92,7 +92,10 @@ def launched(run_dir: Path, config: str, *settings: str) -> Iterator[Launched]:
 
 
 def test_ctrl_c_commits_ends_everything_in_time_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", SAO) as run:
+    """Of a run that asks for its token, which is another one after the resume."""
+    asking = ("--runtime.token", "always")
+    with launched(tmp_path / "run", SAO, *asking) as run:
+        first = [(run.dir / name).read_text() for name in ("token", "grid.key")]
         run.process.send_signal(signal.SIGINT)
         code, last = run.ended(within_s=GRACE_S + MARGIN_S)
     assert code == 75
@@ -102,9 +105,10 @@ def test_ctrl_c_commits_ends_everything_in_time_and_the_run_goes_on_from_there(t
     assert not list((run.dir / "logs").glob("failures/*")), "an end on request is no failure"
     (step,) = Commits(run.dir / "checkpoints").steps()
 
-    more = (*SMALL, "--orchestrator.max_steps", str(step + 2), "--resume")
+    more = (*SMALL, *asking, "--orchestrator.max_steps", str(step + 2), "--resume")
     resumed = run_cli(run.dir, SAO, *more)
     assert resumed.code == 0, resumed.output[-3000:]
+    assert not {*first} & {(run.dir / name).read_text() for name in ("token", "grid.key")}
     assert resumed.context["epoch"] == 2 and resumed.context["run_id"] == run.context["run_id"]
     for stream in ("rollout", "critic", "policy"):
         assert [row["step"] for row in resumed.rows(stream)] == list(range(step + 2)), stream

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +13,65 @@ import pytest
 
 from services.wire.samples import StopReason
 from tests.engines import full_logprobs
-from tests.runs import ROOT, Finished, processes_of, read_lines, run_cli
+from tests.runs import ROOT, Finished, get, processes_of, read_lines, run_cli
 
-SAO, PPO, GRPO = (str(ROOT / "tests" / "processes" / "configs" / f"{name}.toml") for name in ("sao", "ppo", "grpo"))
+PPO, GRPO = (str(ROOT / "tests" / "processes" / "configs" / f"{name}.toml") for name in ("ppo", "grpo"))
+
+
+class Strangers:
+    """Ask the critic for values from a thread, once it answers: without a token, with a wrong one, with its own."""
+
+    def __init__(self, run_dir: Path, token_file: Path) -> None:
+        self.told: dict[str, int] = {}
+        self._run_dir, self._token_file = run_dir, token_file
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask_once, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+    def _ask_once(self) -> None:
+        path = self._run_dir / "run.json"
+        while not self._stop.wait(0.2):
+            url = json.loads(path.read_text())["value_url"] if path.is_file() else None
+            if url is not None and get(f"{url}/readyz") is not None:
+                own = self._token_file.read_text().strip()
+                for name, token in (("nobody", None), ("stranger", own[:-1] + "?"), ("friend", own)):
+                    self.told[name] = self._ask(f"{url}/v1/score", token)
+                return
+
+    @staticmethod
+    def _ask(url: str, token: str | None) -> int:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        request = urllib.request.Request(url, data=b'{"token_ids": [7, 8]}', headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                return reply.status
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
 
 
 @pytest.fixture(scope="module")
-def sao(tmp_path_factory) -> Finished:
-    """SAO on `guess` in several turns: critic on two ranks, policy on one."""
-    return run_cli(tmp_path_factory.mktemp("sao") / "run", SAO)
+def guarded_ppo(tmp_path_factory) -> tuple[Finished, Strangers]:
+    """PPO with groups on `reverse` and `add`: policy on two ranks, critic on one, two mini-batches; the critic asks for
+    a token of its own, and strangers come."""
+    folder = tmp_path_factory.mktemp("ppo")
+    run_dir, token_file = folder / "run", folder / "critic.token"
+    strangers = Strangers(run_dir, token_file)
+    try:
+        run = run_cli(run_dir, PPO, "--value.token_file", str(token_file))
+    finally:
+        strangers.close()
+    return run, strangers
 
 
 @pytest.fixture(scope="module")
-def ppo(tmp_path_factory) -> Finished:
-    """PPO with groups on `reverse` and `add`: policy on two ranks, critic on one, two mini-batches."""
-    return run_cli(tmp_path_factory.mktemp("ppo") / "run", PPO)
+def ppo(guarded_ppo: tuple[Finished, Strangers]) -> Finished:
+    """That run alone."""
+    return guarded_ppo[0]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +104,12 @@ def test_one_grid_item_per_rank_and_step_on_distinct_processes(name, policy_rank
         assert len(set(own.values())) == ranks
         pids += own.values()
     assert len(set(pids)) == len(pids)
+
+
+def test_a_critic_with_a_token_of_its_own_serves_the_run_and_no_stranger(guarded_ppo) -> None:
+    run, strangers = guarded_ppo
+    assert strangers.told == {"nobody": 401, "stranger": 401, "friend": 200}
+    assert run.context["token_file"] is None and len(run.rows("critic")) == 4
 
 
 def test_context_ranks_of_a_data_rank_train_the_same_item(grpo: Finished) -> None:

@@ -110,7 +110,7 @@ def test_a_value_that_the_page_speaks_of_is_accepted(key: str, value: str) -> No
         ("value.loss.clip", "0.2", "unknown key"),
         ("algorithm.dual_clip", "1.0", "does not fit|unknown key"),
         ("orchestrator.top_p", "0.9", "unknown key"),
-        ("deployment.num_inference_gpus", "2", "not available"),
+        ("deployment.num_policy_gpus", "1:4", "elastic size"),
     ],
 )
 def test_what_the_page_calls_refused_is_refused(key: str, value: str, reason: str) -> None:

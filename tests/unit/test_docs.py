@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,14 @@ README, METRICS, ENVIRONMENTS = ROOT / "README.md", ROOT / "docs" / "metrics.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "ASSUMPTIONS.md",
     METRICS,
     ENVIRONMENTS,
-    ROOT / "docs" / "coming-from-miles.md",
-    ROOT / "docs" / "pretraining.md",
-    ROOT / "docs" / "value-service.md",
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in ("metrics.md", "environments.md")),
 ]
 PROCESSES = ("orchestrator", "value_service", "policy_trainer")
-FOLDERS = (*PROCESSES, "services", "configs", "docs", "scripts", "benchmarks", "tests")
+FOLDERS = (*PROCESSES, "services", "configs", "docs", "scripts", "benchmarks", "tests", "deploy", "slurm")
 TO_BE_WRITTEN = {"orchestrator/environments/largest.py"}
 """The page that the example tells the reader to add."""
 METRIC = re.compile(r"(reward|rollout|credit|evpo|value|policy|eval|time|tokens_per_s|alarm|checkpoint)(/[a-z_*]+)+")
@@ -61,15 +63,19 @@ def spans(page: Path) -> list[str]:
 # Files
 
 
+def headings_of(page: Path) -> set[str]:
+    """Its headings as links name them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
 @each_page
 def test_every_link_leads_somewhere(page: Path) -> None:
-    text = page.read_text()
-    headings = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        else:
-            assert (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        name, _, heading = target.partition("#")
+        there = page.parent / name if name else page
+        assert there.exists(), target
+        assert not heading or heading in headings_of(there), target
 
 
 @each_page
@@ -111,6 +117,21 @@ def test_pages_name_no_host_and_no_path_of_a_machine(page: Path) -> None:
     text = page.read_text()
     assert not re.findall(r"https?://(?!127\.0\.0\.1)", text)
     assert not re.findall(r"(?<![\w.])/(?:home|work|root|tmp|usr)/", text)
+
+
+def test_the_table_of_what_is_tested_is_that_of_the_tests() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "tested.py", "--check"], check=False)
+
+    assert done.returncode == 0, "docs/tested.md is out of date: `make format` writes it"
+
+
+def test_every_file_of_tests_says_what_holds() -> None:
+    rows = re.findall(
+        r"^\| (test_\S+|\S+/test_\S+) \| (.*) \| (\d+) \|$", (ROOT / "docs" / "tested.md").read_text(), re.M
+    )
+
+    assert len(rows) > 100
+    assert [name for name, text, number in rows if not text or number == "0"] == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "configs" / "recipes"
 RUNNABLE = sorted([*(ROOT / "configs" / "demo").glob("*.toml"), *(ROOT / "tests/processes/configs").glob("*.toml")])
 WITH_A_MODEL = sorted(RECIPES.glob("*.toml"))
+LAYOUTS = sorted((ROOT / "configs" / "cluster").glob("*.toml"))
+"""Looked at in `test_cluster_recipes.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,8 @@ def number(config: Config, key: str) -> object:
     return node
 
 
-def test_every_shipped_configuration_is_one_of_the_two_kinds() -> None:
-    assert {*(ROOT / "configs").rglob("*.toml")} <= {*RUNNABLE, *WITH_A_MODEL}
+def test_every_shipped_configuration_is_one_of_the_three_kinds() -> None:
+    assert {*(ROOT / "configs").rglob("*.toml")} <= {*RUNNABLE, *WITH_A_MODEL, *LAYOUTS}
 
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: f"{path.parent.name}/{path.name}")

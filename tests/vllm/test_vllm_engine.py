@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import math
+import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -18,6 +22,8 @@ from services.config.context import RunContext
 from services.config.schema import Config
 from services.inference.client import EngineClient, Generation
 from services.model.tiny import EOS_ID
+from services.runtime.auth import Token, make_secrets, read_token
+from services.runtime.guard import descendants
 from services.wire.errors import ContractError, DependencyLost
 from tests.engines import (
     PROMPT,
@@ -27,6 +33,7 @@ from tests.engines import (
     make_snapshot,
     vllm_engine,
 )
+from tests.spies import listening
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TOLERANCE = 1e-4
@@ -39,7 +46,20 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def engine_url(snapshots: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("secrets") / "token"
+    make_secrets(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def token(token_file: Path) -> Token:
+    """What the server asks for."""
+    return read_token(token_file)
+
+
+@pytest.fixture(scope="module")
+def engine_url(snapshots: list[Path], token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("vllm")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -61,26 +81,27 @@ def engine_url(snapshots: list[Path], tmp_path_factory: pytest.TempPathFactory) 
         policy_url="",
         orchestrator_url="",
         policy_grid_url="",
+        token_file=str(token_file),
     )
     with vllm_engine(config, context, folder / "vllm.log") as url:
         try:
-            asyncio.run(wait_ready(url))
+            asyncio.run(wait_ready(url, read_token(token_file)))
         except BaseException:
             print((folder / "vllm.log").read_text()[-8000:])
             raise
         yield url
 
 
-async def wait_ready(url: str) -> None:
-    client = client_of(url)
+async def wait_ready(url: str, token: Token) -> None:
+    client = client_of(url, token=token)
     await client.wait_ready(300)
     await client.close()
 
 
 @pytest.fixture
-async def client(engine_url: str, snapshots: list[Path]) -> AsyncIterator[EngineClient]:
+async def client(engine_url: str, token: Token, snapshots: list[Path]) -> AsyncIterator[EngineClient]:
     """A client of the engine, brought back to version 0."""
-    client = client_of(engine_url)
+    client = client_of(engine_url, token=token)
     await client.update_weights(snapshots[0], 0, deadline_s=60)
     yield client
     await client.close()
@@ -155,3 +176,40 @@ async def test_a_snapshot_that_does_not_fit_is_refused_before_anything_is_replac
     generation = await sample(client)
     assert [tuple(span) for span in generation.spans] == [(0, 24, 0)]
     assert largest_difference(snapshots[0], PROMPT, generation, 0, 24) < TOLERANCE
+
+
+def test_without_the_token_vllm_answers_its_health_route_alone(engine_url: str, token: Token) -> None:
+    """Scenario: every route that its own description names, and some that it does not. Result: 401, unread."""
+    address = urlsplit(engine_url)
+
+    def ask(method: str, path: str, header: str | None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=20)
+        try:
+            connection.request(method, path, headers={"Authorization": header} if header else {})
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+        finally:
+            connection.close()
+
+    status, body = ask("GET", "/openapi.json", token.header())
+    assert status == 200
+    routes = [(method.upper(), path) for path, methods in json.loads(body)["paths"].items() for method in methods]
+    routes += [
+        ("GET", "/metrics"),
+        ("GET", "/openapi.json"),
+        ("GET", "/docs"),
+        ("GET", "/nothing"),
+        ("GET", "//health"),
+    ]
+    assert {path for _, path in routes} >= {"/pause", "/resume", "/collective_rpc", "/v1/completions", "/v1/models"}
+    for method, path in routes:
+        for header in (None, token.header()[:-1], "Bearer "):
+            status = ask(method, path, header)[0]
+            assert status == (200 if path == "/health" else 401), (method, path)
+    assert ask("GET", "/v1/models", token.header())[0] == 200
+
+
+def test_vllm_and_its_workers_listen_on_loopback_alone(engine_url: str) -> None:
+    sockets = list(listening(descendants(os.getpid())))
+    assert urlsplit(engine_url).port in {socket.port for socket in sockets}
+    assert {socket.address for socket in sockets} == {"127.0.0.1"}

@@ -17,8 +17,9 @@ SAO = str(ROOT / "tests" / "processes" / "configs" / "sao.toml")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Finished:
-    """SAO on `guess` in several turns, sampled by vLLM's own server."""
-    return run_cli(tmp_path_factory.mktemp("vllm") / "run", SAO, "--inference.engine", "vllm", timeout_s=500)
+    """SAO on `guess` in several turns, sampled by vLLM's own server, which asks for the run's token."""
+    settings = ("--inference.engine", "vllm", "--runtime.token", "always")
+    return run_cli(tmp_path_factory.mktemp("vllm") / "run", SAO, *settings, timeout_s=500)
 
 
 def test_run_ends_normally_and_leaves_nothing_running(run: Finished) -> None:

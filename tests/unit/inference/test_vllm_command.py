@@ -63,6 +63,28 @@ def test_the_prefix_cache_goes_where_updates_do_not_clear_it(context: RunContext
     assert "--no-enable-prefix-caching" in vllm_command(config_of(clear_cache_on_update=False), context, 1)[0]
 
 
+def test_the_token_goes_in_by_its_files_path_and_a_middleware_asks_for_it(context: RunContext) -> None:
+    without = vllm_command(config_of(), context, 1)
+    argv, environment = vllm_command(config_of(), context.model_copy(update={"token_file": "/runs/x/token"}), 1)
+    at = argv.index("--middleware")
+    assert argv[at + 1] == "services.inference.vllm_guard.TokenMiddleware"
+    assert argv[:at] + argv[at + 2 :] == without[0]
+    assert environment == without[1] | {"COUNTERPOINT_TOKEN_FILE": "/runs/x/token"}
+    assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0" and environment["VLLM_API_KEY"] == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--host", "0.0.0.0"], ["--hos=0.0.0.0"], ["--api_key", "x"], ["--middleware", "m"], ["--enable-prompt-embeds"],
+     ["--enable-lora", "--config=x.yaml"], ["--uds", "x"]],
+)  # fmt: skip
+def test_who_reaches_the_server_and_whom_it_asks_is_not_for_vllm_args_to_say(
+    context: RunContext, arguments: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match="is decided by the run"):
+        vllm_command(config_of(vllm_args=arguments), context, 1)
+
+
 def test_random_weights_are_refused(context: RunContext) -> None:
     with pytest.raises(ConfigError, match="random"):
         vllm_command(config_of(), context.model_copy(update={"model_init": "random"}), 1)

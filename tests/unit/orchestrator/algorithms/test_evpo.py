@@ -106,6 +106,24 @@ def test_values_at_one_common_prompt_explain_nothing():
     assert explained_variance_of(samples, [sample.returns for sample in samples]) == pytest.approx(0.0, abs=1e-15)
 
 
+def test_rounding_does_not_make_a_critic_of_a_value_of_the_prompt():
+    """Answers of any length, one value at all their tokens: 0 may come out as 2e-16, in about every eighth group."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for index, chance in enumerate(rng.random(200)):
+        rewards, lengths = (rng.random(8) < chance).astype(float), rng.integers(4, 13, size=8)
+        groups.append(
+            [
+                make_sample([1] * length, reward=reward, values=[chance] * length, trace_id=str(i), group_id=str(index))
+                for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
+            ]
+        )
+    assert evpo().credit(groups)["evpo/critic_fraction"] == 0.0
+    found = [explained_variance_of(samples, [sample.returns for sample in samples]) for samples in groups]
+    defined = [explained for explained in found if explained is not None]
+    assert defined == pytest.approx([0.0] * len(defined), abs=1e-12) and max(defined) > 0
+
+
 def test_the_target_lambda_moves_neither_the_decision_nor_the_mean():
     def batch():
         return [

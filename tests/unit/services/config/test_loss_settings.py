@@ -77,6 +77,7 @@ def test_a_dumped_config_with_every_setting_loads_equal(path: Path) -> None:
         ("policy.denominator", "constant"),
         ("policy.denominator_tokens", "24"),
         ("policy.old_logprobs", "recomputed"),
+        ("orchestrator.max_off_policy_steps", "0"),
     ]
     config = resolved(path, *settings)
     assert from_toml(to_toml(config)) == config
@@ -130,6 +131,6 @@ def test_a_kl_penalty_in_the_reward_is_refused_with_the_reason(path: Path) -> No
 
 
 def test_the_double_sided_mask_takes_no_recomputed_log_probabilities(path: Path) -> None:
-    resolved(path, ("policy.old_logprobs", "recomputed"))
+    resolved(path, ("policy.old_logprobs", "recomputed"), ("orchestrator.max_off_policy_steps", "0"))
     found = only_problem(path, ("policy.old_logprobs", "recomputed"), ("algorithm.type", "sao"))
     assert "sao masks by the ratio to the rollout itself" in found

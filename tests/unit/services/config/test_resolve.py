@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.algorithms import ALGORITHMS as CREDITS
 from orchestrator.environments import ENVIRONMENTS
-from services.config.checks import PORT_KEYS
 from services.config.model_path import TINY_TASKS
+from services.config.ports import PORT_KEYS
 from services.config.resolve import resolve
 from services.config.schema import Config, from_toml, to_toml
 from services.config.validate import ALGORITHMS, known_keys
@@ -200,9 +200,9 @@ def test_every_algorithm_resolves_with_its_defaults_and_loads_equal(tmp_path, na
             "inference.engine: vLLM's interpreter /nowhere",
         ),
         (
-            "[deployment]\nnum_inference_gpus = 2",
+            "[deployment]\nnum_policy_gpus = '1:4'",
             18,
-            "deployment.num_inference_gpus: 2 inference engines are not available",
+            "deployment.num_policy_gpus: 1:4 is an elastic size, and groups of ranks have a fixed one",
         ),
         (
             "[policy]\nport = 20001\n[orchestrator]\nport = 20001",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,49 @@ def test_of_a_group_whose_ranks_could_not_even_start_the_error_is_told_and_not_t
     (logs / "value.log").write_text("\n".join(lines) + "\n")
     blame = find_blame(tmp_path, [VALUE], {"value": 1})
     assert blame is not None and blame.cause == "ended with code 1: ImportError: cannot import name 'x'"
+
+
+# ---------------------------------------------------------------- groups that span nodes of a job
+
+SPREAD = ProcessPlan("policy", ["true"], {}, 4, nodes=[0, 1])
+
+
+def test_a_local_rank_of_the_second_node_is_counted_after_those_of_the_first(tmp_path: Path, logs: Path) -> None:
+    """srun puts the node's number before each line; torchrun counts on each node from 0."""
+    (logs / "policy.log").write_text(
+        "1: E1130 00:49:59 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 7) of x\n"
+    )
+    blame = find_blame(tmp_path, [SPREAD], {})
+    assert blame is not None and (blame.name, blame.cause) == ("policy-3", "killed by SIGKILL")
+    table = "1:   rank      : 2 (local_rank: 0)\n1:   exitcode  : -11 (pid: 24488)  (SIGSEGV)\n"
+    (logs / "policy.log").write_text(table)
+    blame = find_blame(tmp_path, [SPREAD], {})
+    assert blame is not None and (blame.name, blame.cause) == ("policy-2", "killed by SIGSEGV")
+
+
+def test_what_srun_says_about_a_step_is_not_why_it_ended(tmp_path: Path, logs: Path) -> None:
+    log = "0: ValueError: no such GPU\nsrun: error: n1: task 0: Exited with exit code 1\nslurmstepd: error: STEP 1.0\n"
+    (logs / "inference.log").write_text(log)
+    blame = find_blame(tmp_path, [INFERENCE], {"inference": 1})
+    assert blame is not None and blame.cause == "ended with code 1: ValueError: no such GPU"
+
+
+def test_slurms_kill_of_the_other_node_does_not_hide_the_rank_that_failed(tmp_path: Path, logs: Path) -> None:
+    """Scenario: a rank on one node says why it fails, and SLURM kills the tasks of the other node.
+    Result: the step's code is that of the kill; the rank's own is the run's."""
+    folder = logs / "failures"
+    folder.mkdir()
+    record = {
+        "name": "policy-1",
+        "pid": 7,
+        "exit_code": 78,
+        "cause": "ConfigError: x",
+        "time_s": 1.0,
+        "secondary": False,
+    }
+    (folder / "policy-1.json").write_text(json.dumps(record))
+    blame = find_blame(tmp_path, [SPREAD], {"policy": 137})
+    assert blame is not None and (blame.name, blame.exit_code) == ("policy-1", 78)
+    on_one_node = ProcessPlan("policy", ["true"], {}, 4)
+    blame = find_blame(tmp_path, [on_one_node], {"policy": 137})
+    assert blame is not None and (blame.name, blame.cause) == ("policy", "killed by SIGKILL")

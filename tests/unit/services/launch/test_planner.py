@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.config.checks import port_names
+from services.config.ports import port_names
 from services.config.resolve import resolve
 from services.launch.models import ModelSource, model_source
 from services.launch.planner import Plan, Site, plan

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.config.checks import port_names
+from services.config.ports import port_names
 from services.config.resolve import resolve
 from services.launch.models import ModelSource
 from services.launch.planner import Plan, Site, plan

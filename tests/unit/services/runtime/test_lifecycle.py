@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.lifecycle import FailureRecord, cause_of, read_failures
+from services.runtime.lifecycle import GUARD_PID_VARIABLE, FailureRecord, cause_of, read_failures
 
 ROOT = Path(__file__).parents[4]
 PRELUDE = """
@@ -133,6 +133,18 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(run_dir):
     assert process.stdout.readline() == "stopping\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
+    process.communicate()
+
+
+def test_in_a_run_a_second_signal_changes_nothing(run_dir):
+    """Whoever signals all processes of a run at once signals each several times: by its guard and its agent too."""
+    process = start(run_dir, WAITING.format(pause=1), env={GUARD_PID_VARIABLE: str(os.getpid())})
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "stopping\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 0
     process.communicate()
 
 

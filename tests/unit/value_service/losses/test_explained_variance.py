@@ -25,6 +25,17 @@ def test_golden():
     assert pooled([([0, 1], [0.5, 0.5]), ([10, 11], [10.5, 10.5])]) == pytest.approx(0.990099, abs=1e-6)
 
 
+def test_a_mean_over_shards_is_another_number():
+    """Two prompts far apart, a critic that errs by 2.534758 one way and the other: by hand 1 - 6.425 / 128.505.
+
+    Within a prompt, returns vary by 0.25 alone, and 1 - 6.425 / 0.25 = -24.7.
+    """
+    far, error = 2 * math.sqrt(128.255), math.sqrt(6.425)
+    shards = [(np.array([0, 1]) + level, np.array([-error, 1 + error]) + level) for level in (0.0, far)]
+    assert pooled(shards) == pytest.approx(0.950, abs=1e-4)
+    assert [explained_variance(*shard) for shard in shards] == pytest.approx([-24.7, -24.7])
+
+
 def test_a_perfect_a_constant_and_a_harmful_critic():
     returns = np.array([0.0, 1.0, 0.0, 1.0])
     assert explained_variance(returns, returns) == 1.0
