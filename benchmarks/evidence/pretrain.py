@@ -1,6 +1,6 @@
 """A critic pretrained on rollouts of another policy: what it explains on prompts and rollouts that it has not seen.
 
-Usage: `python benchmarks/evidence/pretrain.py [--seeds 2] [--rows 2000] [--write]`
+Usage: `python benchmarks/evidence/pretrain.py [--seeds 3] [--rows 2000] [--write]`
 
 Notable:
 - The corpus is of a policy with another warm start (`make-tiny --seed 7`) than the one under test (`tiny:reverse`), on
@@ -100,7 +100,7 @@ def table(rows: list[dict[str, float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--write", action="store_true", help=f"into {RESULT.relative_to(ROOT)}")
     args = parser.parse_args()
