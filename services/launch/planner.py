@@ -374,7 +374,7 @@ def process_env(config: Config, site: Site, gpus: list[int], *, on_loopback: boo
     if config.deployment.device == "cpu":
         # two spinning thread pools on one core are many times slower than one thread each
         env["OMP_NUM_THREADS"] = "1"
-        # large temporaries stay with the process: given back and taken again they are a tenth of a forward in page faults
+        # large temporaries stay with the process: giving them back and taking them costs a tenth of a forward
         env |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**30))
         if on_loopback:
             env["GLOO_SOCKET_IFNAME"] = "lo"
