@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import json
@@ -121,11 +122,12 @@ def listening(pids: list[int]):
     """TCP sockets on which these processes listen."""
     owners = {}
     for pid in pids:
-        try:
-            links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:
-            continue
-        owners |= {link[len("socket:[") : -1]: pid for link in links if link.startswith("socket:[")}
+        with contextlib.suppress(OSError):  # it has ended
+            for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
+                with contextlib.suppress(OSError):  # closed meanwhile; the others count
+                    link = os.readlink(entry)
+                    if link.startswith("socket:["):
+                        owners[link[len("socket:[") : -1]] = pid
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()

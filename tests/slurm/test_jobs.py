@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,8 @@ SPLIT = {
     "deployment.gpus_per_node": "3",
 }
 DEADLINE_S = 420.0
+CREDENTIAL_S = 3.0
+"""A node takes no credential that was made in the second in which it revoked the earlier ones of the job, or before."""
 
 
 class Submitted:
@@ -186,6 +189,7 @@ def test_groups_that_share_both_nodes_are_pre_empted_requeued_and_go_on_to_the_e
     assert committed >= 3 and stopped["killed"] == []
     assert len(job.rows("policy")) >= committed
     cluster.wait_until_idle()  # a requeued job waits two minutes, so that its first start has wholly ended
+    time.sleep(CREDENTIAL_S)
     cluster.ask("scontrol", "update", f"jobid={job.id}", "starttime=now")
     job.wait_for("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
