@@ -61,40 +61,15 @@ class Orchestra:
     def __init__(self, config: Config, context: RunContext) -> None:
         self._config = config
         self._context = context
+        self._identity: dict[str, Any] = {"run_id": context.run_id, "epoch": context.epoch}
         self.is_conducting = False
         """whether the loop has begun: before that there is nothing new to commit"""
 
     async def __aenter__(self) -> Orchestra:
         config, context = self._config, self._context
         tokenizer = Tokenizer(Path(context.model_dir))
-        token, key = run_token(context.token_file), grid_key(context.token_file)
-        self._session = make_session(token=token)
-        self._engines = [
-            EngineClient(
-                url,
-                eos_token_id=tokenizer.eos_token_id,
-                clear_cache=config.inference.clear_cache_on_update,
-                token=token,
-            )
-            for url in context.inference_urls
-        ]
-        self._routing = self._make_routing(tokenizer, token)
-        self._policy = TrainClient(self._session, "policy", context.policy_url)
-        own_file = config.value.token_file if config.value is not None else None
-        value_token = critic_token(own_file, context.token_file)
-        self._critic_session = make_session(token=value_token)  # nobody else is shown a token of the critic's own
-        self._critic = TrainClient(self._critic_session, "critic", context.value_url) if context.value_url else None
-        self._scorer = ScoreClient(context.value_url, token=value_token) if context.value_url else None
-        identity = {"run_id": context.run_id, "epoch": context.epoch}
-        num_policy, num_value = config.num_policy_data_ranks, config.num_value_data_ranks
-        self._policy_sender = GridSender(
-            context.policy_grid_url, stream="policy", num_data_ranks=num_policy, key=key, **identity
-        )
-        self._critic_sender = None
-        if context.critic_grid_url is not None:
-            self._critic_sender = GridSender(
-                context.critic_grid_url, stream="critic", num_data_ranks=num_value, key=key, **identity
-            )
+        token = run_token(context.token_file)
+        self._connect(tokenizer, token)
         alarms = Alarms(config, context.run_dir, is_replay=context.replay_of is not None)
         self._metrics = WatchedMetrics(context.run_dir, alarms)
         self._critic_grids = None
@@ -118,7 +93,7 @@ class Orchestra:
         )
         self._recorder = None
         if config.run.record:
-            self._recorder = Recorder(context.run_dir / "rollouts", **identity)
+            self._recorder = Recorder(context.run_dir / "rollouts", **self._identity)
         self._telemetry = Telemetry(
             self._metrics,
             self._producer,
@@ -141,7 +116,7 @@ class Orchestra:
             identity=identity_of(config, Path(context.model_dir)),
             deadline_s=config.orchestrator.step_deadline_s,
             take=self._take,
-            **identity,
+            **self._identity,
         )
         self._loop = Loop(config, context, self._make_parts(tokenizer), self._clock)
         if context.commit_dir is not None:
@@ -263,6 +238,37 @@ class Orchestra:
                 raise ContractError(f"{group.name} has done {group.last.steps_done} steps, the commit {expected}")
         self._telemetry.enter(f"engines to serve version {version}")
         await self._publisher.catch_up(version)
+
+    def _connect(self, tokenizer: Tokenizer, token: Token | None) -> None:
+        """Everything that speaks to another process: engines, train groups, scoring, grids."""
+        config, context = self._config, self._context
+        self._session = make_session(token=token)
+        self._engines = [
+            EngineClient(
+                url,
+                eos_token_id=tokenizer.eos_token_id,
+                clear_cache=config.inference.clear_cache_on_update,
+                token=token,
+            )
+            for url in context.inference_urls
+        ]
+        self._routing = self._make_routing(tokenizer, token)
+        self._policy = TrainClient(self._session, "policy", context.policy_url)
+        own_file = config.value.token_file if config.value is not None else None
+        value_token = critic_token(own_file, context.token_file)
+        self._critic_session = make_session(token=value_token)  # nobody else is shown a token of the critic's own
+        self._critic = TrainClient(self._critic_session, "critic", context.value_url) if context.value_url else None
+        self._scorer = ScoreClient(context.value_url, token=value_token) if context.value_url else None
+        key = grid_key(context.token_file)
+        num_policy, num_value = config.num_policy_data_ranks, config.num_value_data_ranks
+        self._policy_sender = GridSender(
+            context.policy_grid_url, stream="policy", num_data_ranks=num_policy, key=key, **self._identity
+        )
+        self._critic_sender = None
+        if context.critic_grid_url is not None:
+            self._critic_sender = GridSender(
+                context.critic_grid_url, stream="critic", num_data_ranks=num_value, key=key, **self._identity
+            )
 
     def _make_routing(self, tokenizer: Tokenizer, token: Token | None) -> Routing | None:
         """The keeper of the router's list, where there are several engines."""

@@ -44,4 +44,9 @@ def _folders(value: ValueConfig) -> Iterator[Problem]:
 
 def url_of(host: str, port: int) -> str:
     """http://host:port; an IPv6 address in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(host, port)}"
+
+
+def host_port(host: str, port: int) -> str:
+    """host:port; an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -30,6 +30,7 @@ from services.config.context import load_run
 from services.inference.router_limits import TOKEN_PATH, check_request, max_body_bytes, max_reply_bytes
 from services.runtime.auth import Token, check_listener, run_token
 from services.runtime.lifecycle import install_stop_handlers, run_process
+from services.transport.http import read_bounded
 from services.transport.token_guard import ask_token
 from services.wire.errors import ContractError
 
@@ -93,28 +94,20 @@ class RouterGuard:
     async def _forward(self, path: str, request: web.Request, body: bytes) -> web.Response:
         assert self._session is not None
         headers = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+        max_bytes = max_reply_bytes(self._max_model_len)
         try:
             async with self._session.request(
                 request.method, self._router_url + path, data=body or None, headers=headers, allow_redirects=False
             ) as reply:
-                raw = await _read(reply, max_reply_bytes(self._max_model_len))
+                raw = await read_bounded(reply, max_bytes)
                 status, kind = reply.status, reply.content_type
         except (aiohttp.ClientError, ConnectionError, TimeoutError):
             return _unavailable("the router cannot be reached")
-        except ContractError as error:
-            return _error(502, str(error))
+        except ContractError:
+            return _error(502, f"the reply is longer than {max_bytes} bytes")
         if status in (502, 503, 504) or (status == 500 and raw.startswith(LOST)):
             return _unavailable("no engine took the request to its end")
         return web.Response(body=raw, status=status, content_type=kind)
-
-
-async def _read(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    raw = bytearray()
-    async for chunk in reply.content.iter_any():
-        raw += chunk
-        if len(raw) > max_bytes:
-            raise ContractError(f"the reply is longer than {max_bytes} bytes")
-    return bytes(raw)
 
 
 def _error(status: int, message: str) -> web.Response:

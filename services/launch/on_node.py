@@ -15,13 +15,13 @@ Notable:
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
 
+from services.runtime.auth import is_loopback
 from services.runtime.guard import guard
 
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -101,7 +101,7 @@ def node_argv(argv: Sequence[str], addresses: Sequence[str], place: int) -> list
 
 def interface_of(address: str) -> str | None:
     """The network interface that has an IPv4 address; None where none has. All of 127.0.0.0/8 is loopback's."""
-    if _is_loopback(address):
+    if is_loopback(address):
         return "lo"
     import array
     import fcntl
@@ -116,13 +116,6 @@ def interface_of(address: str) -> str | None:
         if socket.inet_ntoa(data[start + 20 : start + 24]) == address:
             return name.partition(":")[0]  # an alias such as eth0:1
     return None
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _split(text: str) -> list[str]:

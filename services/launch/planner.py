@@ -14,7 +14,6 @@ Notable:
 
 from __future__ import annotations
 
-import ipaddress
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from services.config.context import Host, RunContext
-from services.config.listener import url_of
+from services.config.listener import host_port, url_of
 from services.config.ports import (
     GUARD_PORT,
     POLICY_RDZV_PORT,
@@ -37,6 +36,7 @@ from services.inference.router_command import router_command
 from services.inference.vllm_command import vllm_command
 from services.launch.models import ModelSource
 from services.launch.placement import Placement, RolePlace, place
+from services.runtime.auth import is_loopback
 
 LOOPBACK = "127.0.0.1"
 LOCAL = Host("localhost", LOOPBACK)
@@ -231,7 +231,7 @@ class _Rendering:
 
     @property
     def is_on_loopback(self) -> bool:
-        return all(_is_loopback(host.address) for host in self.hosts)
+        return all(is_loopback(host.address) for host in self.hosts)
 
     @property
     def value_address(self) -> str:
@@ -243,8 +243,7 @@ class _Rendering:
         return self.hosts[node].address
 
     def tcp(self, port_name: str) -> str:
-        address = self.address(0)
-        return f"tcp://{f'[{address}]' if ':' in address else address}:{self.ports[port_name]}"
+        return f"tcp://{host_port(self.address(0), self.ports[port_name])}"
 
     def env(self, gpus: list[int]) -> dict[str, str]:
         return process_env(self.config, self.site, gpus, on_loopback=self.is_on_loopback)
@@ -319,8 +318,7 @@ class _Rendering:
         """Fixed size; restarts are the launcher's. On one node torchrun's store takes a port of the kernel's choice."""
         if len(at.nodes) == 1:
             return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK]
-        address = self.address(at.nodes[0])
-        endpoint = f"{f'[{address}]' if ':' in address else address}:{self.ports[rdzv]}"
+        endpoint = host_port(self.address(at.nodes[0]), self.ports[rdzv])
         return [
             *("--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--rdzv-id", f"{self.rdzv_id}-{name}"),
             *("--rdzv-conf", f"timeout={self.config.runtime.startup_deadline_s:.0f}"),
@@ -379,11 +377,3 @@ def process_env(config: Config, site: Site, gpus: list[int], *, on_loopback: boo
         if on_loopback:
             env["GLOO_SOCKET_IFNAME"] = "lo"
     return env
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether an address is loopback's; a name counts as the network."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False

@@ -149,7 +149,7 @@ async def _attempt(
     try:
         async with session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
             if response.status < 300:
-                return await _read(response, max_reply_bytes)
+                return await read_bounded(response, max_reply_bytes)
             cause = f"{url} answered {response.status}: {await _first_line(response)}"
             if response.status in _NOT_TAKEN or (pure and response.status in _PERHAPS_TAKEN):
                 raise _Retry(cause, after_s=_retry_after(response.headers.get("Retry-After")))
@@ -166,7 +166,12 @@ async def _attempt(
         raise DependencyLost(f"{method} {url} was cut off: {type(error).__name__}: {error}") from None
 
 
-async def _read(response: aiohttp.ClientResponse, max_reply_bytes: int) -> bytes:
+async def read_bounded(response: aiohttp.ClientResponse, max_reply_bytes: int) -> bytes:
+    """The body of a reply.
+
+    Raises:
+        ContractError: it is longer.
+    """
     reply = bytearray()
     async for chunk in response.content.iter_any():
         reply += chunk

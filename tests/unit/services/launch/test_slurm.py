@@ -20,6 +20,7 @@ from services.config.schema import Config, from_toml
 from services.launch.planner import Site
 from services.launch.slurm import CONFIG_FILE, SCRIPT, Job, render, run_on_slurm
 from services.wire.errors import ConfigError, DependencyLost, UsageError
+from tests.commands import put
 from tests.commits import make_commit
 from tests.conftest import ROOT
 
@@ -53,21 +54,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return folder
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder first on PATH; what is put there stands for SLURM's command of that name."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return folder
-
-
-def put(commands: Path, name: str, script: str) -> None:
-    path = commands / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
 
 
 def plain(tmp_path: Path, *settings: tuple[str, str], more: str = "") -> Config:

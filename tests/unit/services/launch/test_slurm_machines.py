@@ -20,6 +20,7 @@ from services.launch.planner import ProcessPlan, Site
 from services.launch.port_keeper import Keeper, NodeWishes
 from services.launch.slurm_machines import JobMachines, address_of, machines_of_job, num_cpus_of
 from services.wire.errors import ConfigError, DependencyLost
+from tests.commands import put
 from tests.conftest import ROOT
 
 CONFIG = """\
@@ -54,20 +55,6 @@ def config_of(tmp_path: Path, more: str = "") -> Config:
 
 def machines(config: Config) -> JobMachines:
     return JobMachines(config, HOSTS, SITE, job_id="42", num_cpus=64)
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return folder
-
-
-def put(commands: Path, name: str, script: str) -> None:
-    path = commands / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
 
 
 # ---------------------------------------------------------------- steps
