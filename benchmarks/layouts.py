@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from services.runtime.lifecycle import leave
 from services.training.ranks import Ranks
 from tests.processes.cases.layouts import ARCHITECTURES, compare, device
 
@@ -48,6 +49,7 @@ def measure(folder: Path) -> None:
                     numbers = " | ".join(f"{x:.1e}" for x in (found.loss, found.gradient, found.step))
                     print(f"| {name} | {role} | {cp} | {ranks.size // cp} | {ep} | {numbers} |", flush=True)
     ranks.close()
+    leave()
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ from services.config.schema import Config
 from services.model.mesh import Mesh
 from services.packing.cost import flop_cost
 from services.packing.grid import build_grid
+from services.runtime.lifecycle import leave
 from services.training.assemble import join_group
 from services.training.board import StatusBoard
 from services.training.ranks import Ranks
@@ -220,6 +221,7 @@ def measure(config: Config, args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
         report.line("transformers, padded, sdpa", plain_step(config, args.role, rows, mesh.device), args.steps)
     ranks.close()
+    leave()
 
 
 class Report:

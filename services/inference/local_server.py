@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from services.inference.local_engine import EngineRequest, LocalEngine
 from services.inference.local_routes import LocalServer
 from services.model.load import load_causal_lm
 from services.runtime.auth import Token, check_listener, run_token
-from services.runtime.lifecycle import die_with_parent, install_stop_handlers, run_process
+from services.runtime.lifecycle import die_with_parent, install_stop_handlers, leave, run_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +152,7 @@ def main() -> None:
             tell_versions=not args.no_weight_versions,
         )
     )
-    # With torch loaded, the interpreter's own clean-up takes seconds.
-    os._exit(0)
+    leave()  # with torch loaded, the interpreter's own clean-up takes seconds
 
 
 if __name__ == "__main__":

@@ -76,13 +76,13 @@ def run_process(name: str, run_dir: Path, main: Callable[[], None]) -> NoReturn:
         main()
     except SystemExit as error:
         logger.info("{} ends with exit code {}", name, error.code)
-        _end(error.code if isinstance(error.code, int) else EXIT_BUG if error.code else EXIT_DONE)
+        leave(error.code if isinstance(error.code, int) else EXIT_BUG if error.code else EXIT_DONE)
     except BaseException as error:  # the process boundary
         _fail(name, run_dir, error)
     if _STOP_REQUESTED.is_set():
         _note_the_request(name, run_dir)
     logger.info("{} ends normally", name)
-    _end(EXIT_DONE)
+    leave(EXIT_DONE)
 
 
 def run_rank(group: str, run: Callable[[Path], None], *, description: str | None) -> NoReturn:
@@ -205,11 +205,15 @@ def _fail(name: str, run_dir: Path, error: BaseException) -> NoReturn:
         write_atomic(path, json.dumps(msgspec.to_builtins(record)).encode())
     except Exception as second:  # a full disk must not hide the exit code
         sys.stderr.write(f"{name}: {record.cause} (and no failure record: {second})\n")
-    _end(code)
+    leave(code)
 
 
-def _end(code: int) -> NoReturn:
-    """Leave without waiting for anybody: `main` has returned or raised, what is left are threads of libraries."""
+def leave(code: int = EXIT_DONE) -> NoReturn:
+    """End this process now, its work done or failed, waiting for no thread or exit hook of a library.
+
+    With a process group of torch the interpreter's own clean-up is a hazard: threads that are destroyed while they run
+    abort the process now and then, after all its work is done ("terminate called without an active exception").
+    """
     with contextlib.suppress(Exception):  # a closed pipe or a full disk must not change the exit code
         logger.remove()  # flushes and closes the sinks
         sys.stdout.flush()

@@ -167,7 +167,7 @@ class Ranks:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """All ranks' byte strings, in rank order, on every rank."""
-        sizes = [row[0] for row in self.gather_ints([len(payload)])]
+        sizes = [int(size) for size in self._gather(torch.tensor([len(payload)]), "a gather of metrics")]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else padded[:0]
         gathered = self._gather(padded, "a gather of metrics")

@@ -23,6 +23,7 @@ from services.model.logprobs import PolicyModel
 from services.model.mesh import Mesh
 from services.model.shard import whole_tensor
 from services.packing.grid import build_grid
+from services.runtime.lifecycle import leave
 from services.training.board import StatusBoard
 from services.training.preflight import agree
 from services.training.ranks import Ranks
@@ -191,6 +192,7 @@ def main() -> None:
         torch.save(result, out)
     ranks.all_true(True)
     ranks.close()
+    leave()
 
 
 if __name__ == "__main__":

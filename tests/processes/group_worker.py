@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from services.runtime.lifecycle import leave
 from services.training.ranks import Ranks
 from tests.processes import cases
 
@@ -38,6 +39,7 @@ def main() -> None:
         if ranks.rank == 0:
             out.write_bytes(msgspec.json.encode(results))
     ranks.close()
+    leave()
 
 
 if __name__ == "__main__":
