@@ -40,6 +40,7 @@ from orchestrator.tasks import TaskStream
 from orchestrator.telemetry import Telemetry
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.trainers import TrainClient
+from orchestrator.turns import Role, SharedEngines, SharedTrainer, Sleeper, Turns
 from services.config.context import RunContext
 from services.config.identity import identity_of
 from services.config.schema import Config
@@ -51,6 +52,8 @@ from services.transport.http import make_session
 from services.transport.score_client import ScoreClient
 from services.wire.errors import ContractError
 
+ENDING_SHARE = 0.3
+"""Of `runtime.shutdown_grace_s`: engines that share devices are given so long to sleep when the run is to end."""
 STOP_POLL_S = 1.0
 """How often the train groups are asked whether a signal told them to end."""
 
@@ -91,6 +94,7 @@ class Orchestra:
         self._producer = (
             self._make_producer(tokenizer) if context.replay_of is None else self._recorded(context.replay_of)
         )
+        self._turns = self._make_turns()
         self._recorder = None
         if config.run.record:
             self._recorder = Recorder(context.run_dir / "rollouts", **self._identity)
@@ -103,6 +107,7 @@ class Orchestra:
             self._critic_grids,
             self._recorder,
             self._routing,
+            self._turns,
             max_steps=config.orchestrator.max_steps,
             alarms=alarms.told,
         )
@@ -116,6 +121,7 @@ class Orchestra:
             identity=identity_of(config, Path(context.model_dir)),
             deadline_s=config.orchestrator.step_deadline_s,
             take=self._take,
+            turns=self._turns,
             **self._identity,
         )
         self._loop = Loop(config, context, self._make_parts(tokenizer), self._clock)
@@ -310,6 +316,32 @@ class Orchestra:
             on_engines=lambda: self._producer.poke(),
         )
 
+    def _make_turns(self) -> Turns:
+        """Of the roles that share devices. Those of trainers sleep at the start, engines are awake."""
+        config, sleepers = self._config, dict[Role, Sleeper]()
+        deadline_s = config.orchestrator.step_deadline_s
+        if config.deployment.sharing != "none":
+            sleepers["policy"] = SharedTrainer(
+                self._policy, lambda: self._publisher.newest_expected, deadline_s=deadline_s
+            )
+            if self._critic is not None and self._critic_grids is not None:
+                sleepers["critic"] = SharedTrainer(self._critic, self._critic_grids.num_sent, deadline_s=deadline_s)
+        if config.deployment.sharing == "time" and isinstance(self._producer, Producer):
+            sleepers["inference"] = SharedEngines(
+                self._engines,
+                self._producer,
+                self._publisher,
+                unless_ending=lambda work: self._checkpointer.unless_requested(work),
+                deadline_s=config.inference.update_deadline_s,
+                ending_deadline_s=ENDING_SHARE * config.runtime.shutdown_grace_s,
+            )
+        return Turns(
+            sleepers,
+            holder="inference" if "inference" in sleepers else None,
+            run_dir=self._context.run_dir,
+            on_wait=lambda what: self._telemetry.enter(what),
+        )
+
     def _recorded(self, run_dir: str) -> RecordedRollouts:
         deadline_s = self._config.orchestrator.score_deadline_s
         return RecordedRollouts(
@@ -325,7 +357,7 @@ class Orchestra:
             config.orchestrator,
             TaskStream(environments, config.seed, self._algorithm.prompt_weight()),
             self._generators,
-            self._scorer,
+            self._scorer if config.deployment.sharing == "none" else None,  # the loop scores when it is its turn
             self._outcomes,
             seed=config.seed,
             max_tokens=min(limits),
@@ -361,5 +393,6 @@ class Orchestra:
             metrics=self._metrics,
             traces=self._traces,
             telemetry=self._telemetry,
+            turns=self._turns,
             is_replay=self._context.replay_of is not None,
         )

@@ -23,6 +23,7 @@ from orchestrator import state
 from orchestrator.metrics import JsonLines, Metrics
 from orchestrator.state import ROLE, Snapshot
 from orchestrator.trainers import TrainClient
+from orchestrator.turns import Turns
 from services.config.checkpoint import CheckpointConfig
 from services.runtime.commits import Attempts, Commits
 from services.wire.errors import CannotWrite, CommitError, DependencyLost
@@ -43,6 +44,7 @@ class Checkpointer:
         identity: What a resumed run must agree with.
         deadline_s: Of one role's writing.
         take: The orchestrator's state after so many finished steps.
+        turns: A group that shares devices has to have its turn to write.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Checkpointer:
         identity: dict[str, Any],
         deadline_s: float,
         take: Callable[[int], Snapshot],
+        turns: Turns,
     ) -> None:
         self._commits = Commits(run_dir / "checkpoints")
         self._events = JsonLines(run_dir / "events.jsonl")
@@ -67,6 +70,7 @@ class Checkpointer:
         self._identity = identity
         self._deadline_s = deadline_s
         self._take = take
+        self._turns = turns
         self._attempts = Attempts()
         self._requested = asyncio.Event()
         self.committed: int | None = None
@@ -129,11 +133,13 @@ class Checkpointer:
         await asyncio.to_thread(self._commits.prune, keep_last=keep_last, keep_every=keep_every)
 
     async def _write(self, step: int, snapshot: Snapshot) -> int:
-        """All parts at the same time, then the marker; the commit's size in bytes."""
+        """All parts at the same time, or turn by turn; then the marker; the commit's size in bytes."""
         part = await asyncio.to_thread(self._commits.begin, step)
+        sharing = [group for group in self._groups if self._turns.includes(group.name)]
         written = await asyncio.gather(
             asyncio.to_thread(state.write, part, snapshot, **self._run),
-            *(group.checkpoint(step, deadline_s=self._deadline_s) for group in self._groups),
+            *(group.checkpoint(step, deadline_s=self._deadline_s) for group in self._groups if group not in sharing),
+            self._in_turns(sharing, step),
             return_exceptions=True,  # nobody may still be writing when the folder is removed
         )
         for outcome in written:
@@ -142,6 +148,14 @@ class Checkpointer:
         roles = [ROLE, *(group.name for group in self._groups)]
         await asyncio.to_thread(self._commits.commit, step, roles, identity=self._identity, **self._run)
         return sum(size for size in written if isinstance(size, int))
+
+    async def _in_turns(self, groups: list[TrainClient], step: int) -> int:
+        """The parts of groups that share devices, one after the other; their size in bytes."""
+        num_bytes = 0
+        for group in groups:
+            await self._turns.take(group.name)
+            num_bytes += await group.checkpoint(step, deadline_s=self._deadline_s)
+        return num_bytes
 
     def _event(self, event: str, **facts: Any) -> None:
         logger.debug("{}: {}", event, facts)

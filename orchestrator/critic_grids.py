@@ -64,6 +64,10 @@ class CriticGrids:
         """The critic has done `step` steps, all reported, before this start."""
         self._newest_sent = self._newest_done = step - 1
 
+    def num_sent(self) -> int:
+        """Grids handed over so far, over the whole run."""
+        return self._newest_sent + 1
+
     @property
     def lag(self) -> int:
         """Grids sent and not yet reported done."""

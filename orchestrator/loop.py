@@ -6,6 +6,8 @@ Notable:
 - `overlap`: both grids go at once, and the policy never waits for the critic's work on the same batch. Before the grids
   of step s the critic must be done with step s - 1 - `max_critic_lag`: with 0 the two train side by side and meet after
   each step, above 0 the critic may fall behind. Its metrics rows come when its steps are done, all before the run ends.
+- Where roles share devices, each phase begins by taking its turn (`orchestrator.turns`): rollouts end, then the critic
+  scores the whole batch, one request a group, trains and sleeps, then the policy trains and sleeps.
 - `value.refresh = "refreshed"`, with `critic_first` only: between the two, the batch is scored again and its advantages
   follow the new values.
 - In critic-only steps the policy gets no grid and its version stays.
@@ -14,6 +16,7 @@ Notable:
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +30,12 @@ from orchestrator.critic_grids import CriticGrids
 from orchestrator.evaluate import Evaluator
 from orchestrator.first_fit import check_first_fit
 from orchestrator.metrics import JsonLines, Metrics, rollout_row, scoring_row, trace_row
-from orchestrator.producer import Group, GroupSource
+from orchestrator.producer import Group, GroupSource, score_group
 from orchestrator.publisher import Publisher
 from orchestrator.recorder import Recorder
 from orchestrator.refresh import refresh_advantages
 from orchestrator.telemetry import Telemetry
+from orchestrator.turns import Turns
 from services.config.context import RunContext
 from services.config.schema import Config
 from services.config.train import PackingConfig
@@ -59,6 +63,7 @@ class Parts:
     metrics: Metrics
     traces: JsonLines
     telemetry: Telemetry
+    turns: Turns
     is_replay: bool = False
     """recorded batches train as they are, whatever version comes next; scoring waits for nothing but its turn"""
 
@@ -133,6 +138,7 @@ class Loop:
             if groups is None:
                 await self._commit(step)
                 return
+            await self._score(groups)
             await self._record(step, groups)
             samples = self._credit(step, groups)
             check_first_fit(self._config, step, samples)
@@ -144,6 +150,7 @@ class Loop:
                 await self._critic_done(step)
                 await self._refresh(step, groups)
             await self._send_policy(step, samples)
+            self._write_turns(step)
             await self._evaluate(step + 1, always=False)
             if step + 1 < max_steps and self._parts.checkpointer.is_due(step + 1):
                 await self._commit(step + 1)
@@ -158,6 +165,7 @@ class Loop:
         Returns:
             Them; or None as soon as a commit is requested, what was taken so far in `taken`.
         """
+        await self._parts.turns.take("critic" if self._parts.is_replay else "inference")
         self._parts.telemetry.enter("rollouts")
         self._clock.step, self._clock.num_taken = step, 0
         self._parts.producer.poke()
@@ -194,6 +202,18 @@ class Loop:
             return taken
         fresh = [drop_stale(group, version, self._config, self._parts.outcomes) for group in taken]
         return [group for group in fresh if group is not None]
+
+    async def _score(self, groups: list[Group]) -> None:
+        """Score the batch, one request a group, where the critic had to wait for its turn to do so."""
+        if not self._parts.turns.includes("critic") or self._parts.scorer is None:
+            return
+        await self._parts.turns.take("critic")
+        if self._parts.is_replay:  # it was scored as it was taken
+            return
+        self._parts.telemetry.enter("values of the batch")
+        deadline_s = self._config.orchestrator.score_deadline_s
+        scorer = self._parts.scorer
+        await asyncio.gather(*(score_group(group, scorer, deadline_s=deadline_s) for group in groups))
 
     async def _commit(self, step: int) -> None:
         """Commit the run after `step` steps, once both trainers and the engines are where these have led."""
@@ -264,6 +284,7 @@ class Loop:
         if step < self._clock.critic_only_steps:
             return
         version = self._clock.version_at(step)
+        await self._parts.turns.take("policy")
         self._parts.telemetry.enter(f"policy to take step {step}")
         items = build_grid(
             samples,
@@ -282,7 +303,15 @@ class Loop:
         await self._parts.policy_sender.send(items, deadline_s=self._config.orchestrator.step_deadline_s)
         self._parts.publisher.expect(version + 1)
 
+    def _write_turns(self, step: int) -> None:
+        """What this step's hand-overs of shared devices cost."""
+        row = self._parts.turns.take_row()
+        if row:
+            self._parts.metrics.add("turns", step, row)
+
     async def _published(self, version: int) -> None:
+        if self._parts.publisher.version < version and not self._parts.checkpointer.is_requested:
+            await self._parts.turns.take("inference")
         self._parts.telemetry.enter(f"engines to serve version {version}")
         await self._parts.publisher.wait_for(version)
 
@@ -304,6 +333,7 @@ class Loop:
             return
         for evaluator in self._parts.evaluators:
             if always or (evaluator.is_due(step) and not last):
+                await self._parts.turns.take("inference")
                 self._parts.telemetry.enter(f"evaluation of {evaluator.config.type}")
                 version = self._parts.publisher.version
                 row = await self._parts.checkpointer.unless_requested(evaluator.run)

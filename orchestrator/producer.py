@@ -129,6 +129,8 @@ class Producer:
         self._again: deque[Task] = deque()  # were under way when the run was committed
         self._in_flight = 0
         self._wake = asyncio.Event()
+        self._held = False
+        self._ended = asyncio.Event()
         self._ready: deque[Group] = deque()
         self._has_ready = asyncio.Event()
         self._num_ready = 0
@@ -150,20 +152,40 @@ class Producer:
         """Something that `may_start` looks at has changed."""
         self._wake.set()
 
+    def hold(self) -> None:
+        """Start no more rollouts until `go_on`: the engines are about to sleep."""
+        self._held = True
+
+    def go_on(self) -> None:
+        """Start rollouts again."""
+        self._held = False
+        self.poke()
+
+    async def at_rest(self) -> bool:
+        """Wait until no rollout is under way; may be cancelled and called again."""
+        while self._in_flight:
+            self._ended.clear()
+            await self._ended.wait()
+        return True
+
     async def run(self) -> None:
         """Start rollouts for ever; ends by cancellation, or by the first error that is not a trace's own."""
         size = self._config.group_size
         async with asyncio.TaskGroup() as group:
             while True:
-                while self._in_flight + size <= max(self._config.max_concurrent_rollouts, size) and self._may_start(
-                    self._in_flight + self._num_ready
-                ):
+                while self._has_room and self._may_start(self._in_flight + self._num_ready):
                     self._in_flight += size
                     task = self._again.popleft() if self._again else self._tasks.next()
                     self._under_way[task.group] = task
                     group.create_task(self._produce(task))
                 self._wake.clear()
                 await self._wake.wait()
+
+    @property
+    def _has_room(self) -> bool:
+        """For one more group of rollouts."""
+        size = self._config.group_size
+        return not self._held and self._in_flight + size <= max(self._config.max_concurrent_rollouts, size)
 
     async def next_group(self) -> Group:
         """The next finished group, in order of completion; at once where one is ready.
@@ -247,6 +269,7 @@ class Producer:
             del self._under_way[task.group]
             self._in_flight -= size
             self._num_ended += size
+            self._ended.set()
             self._wake.set()
 
     async def _one(self, task: Task, sample: int) -> Trace | None:

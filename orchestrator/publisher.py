@@ -4,6 +4,7 @@ Notable:
 - The trainer only writes a snapshot; this task notices it on `/status` and brings it to each engine directly, while
   rollouts go on and the policy may already train the next step.
 - A snapshot is deleted once every engine has moved on and it is not among the newest few.
+- Engines that share their devices get nothing while they sleep.
 - A version's deadline begins when its grid was delivered or when the version before it was brought, whichever is later.
 - When the run was asked to end, so were the engines, perhaps: a version then counts as soon as the policy has it.
 """
@@ -59,6 +60,8 @@ class Publisher:
         self._changed = asyncio.Event()
         self._expecting = asyncio.Event()
         self._left = asyncio.Event()
+        self._may_bring = asyncio.Event()
+        self._may_bring.set()
         self._abandoned: asyncio.Task[None] | None = None
         self.version = 0
         """what the engines serve; once they were left, what the policy has published"""
@@ -71,6 +74,25 @@ class Publisher:
     def leave_engines(self) -> None:
         """Bring nothing more to them, and wait for nothing that is on its way."""
         self._left.set()
+        self._may_bring.set()
+
+    def hold(self) -> None:
+        """Engines are about to sleep: bring them nothing until `go_on`."""
+        if not self._left.is_set():
+            self._may_bring.clear()
+
+    def go_on(self) -> None:
+        """Engines are awake."""
+        self._may_bring.set()
+
+    @property
+    def newest_expected(self) -> int:
+        """The version that the newest delivered grid makes, brought or not."""
+        return max(self._expected_since, default=self.version)
+
+    async def wait_for_newest(self) -> None:
+        """Wait until the engines serve all that is expected by now."""
+        await self.wait_for(self.newest_expected)
 
     async def wait_for(self, version: int) -> None:
         """Wait until every engine serves at least `version`; once they were left, until there is that version."""
@@ -95,6 +117,7 @@ class Publisher:
         """Watch for ever; ends by cancellation or by the first failure."""
         while True:
             await self._expecting.wait()
+            await self._may_bring.wait()
             status = await self._policy.status()
             published = status.published.get("version", 0)
             # a snapshot is announced just before its step counts as done and has a metrics row

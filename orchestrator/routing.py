@@ -34,7 +34,7 @@ import msgspec
 from loguru import logger
 
 from orchestrator.metrics import JsonLines
-from services.inference.client import EngineClient
+from services.inference.client import Asleep, EngineClient
 from services.inference.generation import MODEL_NAME, GenerationClient, Unavailable
 from services.inference.progress import read_progress
 from services.inference.router_client import RouterClient
@@ -219,6 +219,8 @@ class Routing:
                 return None
             try:
                 await worker.engine.update_weights(path, version, deadline_s=deadline_s)
+            except Asleep:  # a look after it has woken brings them
+                return None
             except (DeadlineExceeded, DependencyLost) as error:
                 await self._judge(worker, Standing.STALE, f"did not take version {version}: {error}")
                 return error
@@ -231,6 +233,8 @@ class Routing:
 
     async def _look_after(self, worker: Worker) -> None:
         """Probe an engine, judge it, help it back, and put the router right about it."""
+        if worker.engine.is_asleep:  # it can neither take weights nor give requests back
+            return
         if not worker.bringing.locked():
             num_brought = worker.num_brought
             standing, cause = await self._probe(worker)

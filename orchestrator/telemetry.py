@@ -15,6 +15,7 @@ from orchestrator.publisher import Publisher
 from orchestrator.recorder import Recorder
 from orchestrator.routing import Routing
 from orchestrator.trainers import TrainClient
+from orchestrator.turns import Turns
 from services.wire.errors import DependencyLost
 
 REFRESH_S = 1.0
@@ -36,6 +37,7 @@ class Telemetry:
         critic_grids: CriticGrids | None,
         recorder: Recorder | None,
         routing: Routing | None,
+        turns: Turns,
         *,
         max_steps: int,
         alarms: list[dict[str, Any]],
@@ -47,6 +49,7 @@ class Telemetry:
         self._critic_grids = critic_grids
         self._recorder = recorder
         self._routing = routing
+        self._turns = turns
         self._max_steps = max_steps
         self._alarms = alarms
         self._phase = "starting"
@@ -98,6 +101,7 @@ class Telemetry:
             "step": rollout.get("step", -1) + 1,
             "max_steps": self._max_steps,
             "phase": self._phase,
+            "turn": self._turns.snapshot(),
             "phase_s": round(time.monotonic() - self._phase_since, 1),
             "reward_mean": rollout.get("reward/mean"),
             "explained_variance": critic.get("value/explained_variance"),

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
 from loguru import logger
 
 from services.transport.http import get_json, post_json
-from services.wire.errors import DeadlineExceeded, DependencyLost
+from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost
 from services.wire.messages import TrainStatus
 
 POLL_S = 0.02
@@ -28,10 +28,10 @@ LOST_AFTER_S = 10.0
 class TrainClient:
     """Control client of one train group."""
 
-    def __init__(self, session: aiohttp.ClientSession, name: str, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, name: Literal["policy", "critic"], url: str) -> None:
         self._session = session
         self._url = url
-        self.name = name
+        self.name: Literal["policy", "critic"] = name
         self.last: TrainStatus | None = None
         self._rows: dict[int, dict[str, Any]] = {}
         """rows that were seen and not taken, by step"""
@@ -56,8 +56,27 @@ class TrainClient:
 
     async def wait_step(self, step: int, *, deadline_s: float) -> dict[str, Any]:
         """Wait until grid `step` is fully applied; return its metrics row."""
-        await self._poll(lambda status: status.steps_done > step, f"{self.name} to finish step {step}", deadline_s)
+        await self.wait_done(step, deadline_s=deadline_s)
         return self.take_row(step)
+
+    async def wait_done(self, step: int, *, deadline_s: float) -> None:
+        """Wait until grid `step` is fully applied; a negative one always is."""
+        if step >= 0:
+            await self._poll(lambda status: status.steps_done > step, f"{self.name} to finish step {step}", deadline_s)
+
+    async def change(self, change: Literal["sleep", "wake_up"], *, deadline_s: float) -> int:
+        """Have the group sleep or wake; bytes that moved, 0 where it was so already.
+
+        Raises:
+            ContractError: It says that it did something else.
+            DeadlineExceeded, DependencyLost: It did not answer in time, or ended.
+        """
+        reply = await post_json(self._session, f"{self._url}/{change}", deadline_s=deadline_s, pure=True)
+        if (reply["state"] == "asleep") != (change == "sleep"):
+            raise ContractError(
+                f"{self.name} was asked to {change.replace('_', ' ')} and says that it is {reply['state']}"
+            )
+        return int(reply["num_bytes"])
 
     async def checkpoint(self, step: int, *, deadline_s: float) -> int:
         """Have the group write its part of the commit after `step` finished steps; its size in bytes.

@@ -13,6 +13,7 @@ from services.training.assemble import check_model, join_group, resume, serve_gr
 from services.training.control import ServerThread, control_app
 from services.training.parts import Part
 from services.training.saver import Saver
+from services.training.sleeper import Sleeper
 
 
 def run(run_dir: Path) -> None:
@@ -41,10 +42,11 @@ def run(run_dir: Path) -> None:
             trainer.publish_again(board.steps_done)
     steps_before = config.value.warmup.critic_only_steps if config.value is not None else 0
     saver = Saver(part, board, context.run_dir, steps_before=steps_before)
+    sleeper = Sleeper(part, board, others=(reference,) if reference is not None else ())
     stop = install_stop_handlers()  # a rank that still loads has nothing to lose, and just ends
     server = None
     if ranks.rank == 0:
-        app = control_app(board, title="Counterpoint policy trainer", saver=saver)
+        app = control_app(board, title="Counterpoint policy trainer", saver=saver, sleeper=sleeper)
         server = ServerThread(app, context.policy_url, token=run_token(context.token_file))
     serve_group(
         trainer,
@@ -58,6 +60,7 @@ def run(run_dir: Path) -> None:
         stop=stop,
         server=server,
         saver=saver,
+        sleeper=sleeper,
     )
 
 

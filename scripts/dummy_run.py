@@ -194,6 +194,9 @@ def main() -> int:
             config = config.on_cuda()
         if config.value is None:
             raise ConfigError(["value: the dry run needs a critic; fix: add a [value] table"])
+        if config.deployment.sharing != "none":
+            what = "the dry run has policy and critic at work together"
+            raise ConfigError([f'deployment.sharing: {what}; fix: delete it, or give "none"'])
         findings = dry_run(config, console)
     except CounterpointError as error:
         print(f"dry run: {error}", file=sys.stderr)

@@ -4,6 +4,8 @@ Notable:
 - A trainer group without a model: the real receiver takes real grids, the real board and control routes answer, and a
   step takes as long as it is told. The critic also scores: every token is worth 0.
 - Asked for a checkpoint, a group writes its step, or says that its disk is full; it can also begin at a later step.
+- Where roles share devices, groups begin asleep and do nothing before they are woken. Every change, and everything that
+  is asked of somebody who sleeps, is in one log.
 - An engine without a model: it answers after a while, with one token and the end token, by the version it was given.
 - One HTTP server serves all of it, whichever run is on: starting one takes longer than a run.
 """
@@ -67,6 +69,10 @@ class Group:
     first_step: int = 0
     """steps done before this start"""
     disk_is_full: bool = False
+    shares: bool = False
+    """begins asleep"""
+    log: list[str] = field(default_factory=list)
+    """who slept, woke, worked, and who was asked to while asleep"""
     score_s: float = 0.0
     num_scoring: int = 0
     most_scoring: int = 0
@@ -77,6 +83,8 @@ class Group:
     """steps in the order in which they were begun"""
     counters: list[dict[str, int]] = field(default_factory=list)
     """each receiver's, at the end"""
+    num_left: int = 0
+    """grids that came as the run was cut, too late to be begun"""
 
     def __post_init__(self) -> None:
         self.board = StatusBoard(self.stream)
@@ -110,19 +118,21 @@ class Group:
             )
             for rank in range(self.num_data_ranks)
         ]
-        self.board.enter("idle", "a grid or a request")
+        self.board.enter("asleep" if self.shares else "idle", "a grid or a request")
         while not self._stop.is_set():
-            if all(receiver.waiting_step() is not None for receiver in receivers):
+            if self.board.state != "asleep" and all(receiver.waiting_step() is not None for receiver in receivers):
                 step = self.first_step + len(self.started)
                 self._train(step, [receiver.take(step, deadline_s=1) for receiver in receivers])
             self._stop.wait(POLL_S)
         for receiver in receivers:
-            self.counters.append(receiver.counters)
             receiver.close()
+            self.counters.append(receiver.counters)
+            self.num_left = int(receiver.waiting_step() is not None)
 
     def _train(self, step: int, items: list[GridItem]) -> None:
         self.board.enter("training")
         self.started.append(step)
+        self.log.append(f"{self.stream} trains {step}")
         self.before(step, items)
         time.sleep(self.step_s)
         while step == self.held_step and not (self.release.is_set() or self._stop.is_set()):
@@ -142,6 +152,10 @@ class Group:
 
         @app.post("/v1/score")
         async def score(request: Request) -> Response:
+            if self.board.state == "asleep":
+                self.log.append(f"{self.stream} is asked to score asleep")
+                return Response(status_code=503)
+            self.log.append(f"{self.stream} scores")
             self.num_scoring += 1
             self.most_scoring = max(self.most_scoring, self.num_scoring)
             batch = decode_request(await request.body())
@@ -153,6 +167,7 @@ class Group:
 
         @app.post("/checkpoint")
         async def checkpoint(request: Request) -> Response:
+            self.log.append(f"{self.stream} writes{' asleep' if self.board.state == 'asleep' else ''}")
             if self.disk_is_full:
                 return Response(json.dumps({"error": "No space left on device"}), status_code=507)
             step = (await request.json())["step"]
@@ -161,6 +176,18 @@ class Group:
             (folder / "state.json").write_text(json.dumps({"steps_done": self.board.steps_done}))
             write_manifest(folder, {})
             return Response(json.dumps({"num_bytes": 100}))
+
+        @app.post("/sleep")
+        async def sleep() -> dict[str, Any]:
+            self.log.append(f"{self.stream} sleeps")
+            self.board.enter("asleep", "its turn")
+            return {"state": "asleep", "num_bytes": 10}
+
+        @app.post("/wake_up")
+        async def wake_up() -> dict[str, Any]:
+            self.log.append(f"{self.stream} wakes")
+            self.board.enter("idle", "a grid or a request")
+            return {"state": "idle", "num_bytes": 10}
 
         return app
 
@@ -173,9 +200,11 @@ class Engine:
     version: int = 0
     said: list[int] = field(default_factory=lambda: [7, EOS])
     holds: Callable[[int], bool] = lambda number: False
-    """requests, counted from 0, that are never answered"""
+    """requests, counted from 0, that are never answered, unless as aborted by a sleep"""
     num_asked: int = 0
     num_held: int = 0
+    is_asleep: bool = False
+    log: list[str] = field(default_factory=list)
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -183,9 +212,13 @@ class Engine:
         @app.post("/inference/v1/generate")
         async def generate(_: Request) -> dict[str, Any]:
             number, self.num_asked = self.num_asked, self.num_asked + 1
+            if self.is_asleep:
+                self.log.append("inference is asked to sample asleep")
             if self.holds(number):
                 self.num_held += 1
-                await asyncio.sleep(3600)
+                while not self.is_asleep:
+                    await asyncio.sleep(0.02)
+                return {"choices": [{"token_ids": [], "finish_reason": "abort", "logprobs": {"content": []}}]}
             await asyncio.sleep(self.turn_s)
             choice = {
                 "token_ids": self.said,
@@ -202,10 +235,31 @@ class Engine:
         @app.post("/update_weight_version")
         async def update(request: Request) -> dict[str, str]:
             self.version = int((await request.json())["new_version"].removeprefix("v"))
+            self.log.append(f"inference takes {self.version}{' asleep' if self.is_asleep else ''}")
             return {}
 
+        @app.post("/collective_rpc")
+        async def collective_rpc() -> dict[str, list[str]]:
+            return {"results": ["17"]}
+
+        @app.post("/sleep")
+        async def sleep() -> dict[str, str]:
+            self.is_asleep = True
+            self.log.append("inference sleeps")
+            return {}
+
+        @app.post("/wake_up")
+        async def wake_up() -> dict[str, str]:
+            self.is_asleep = False
+            self.log.append("inference wakes")
+            return {}
+
+        @app.get("/is_sleeping")
+        async def is_sleeping() -> dict[str, bool]:
+            return {"is_sleeping": self.is_asleep}
+
         @app.api_route("/{name}", methods=["GET", "POST"])
-        async def anything_else(name: str) -> dict[str, str]:  # health, pause, resume, collective_rpc
+        async def anything_else(name: str) -> dict[str, str]:  # health, pause, resume
             return {}
 
         return app
@@ -248,6 +302,8 @@ class Stage:
     policy: Group
     critic: Group
     engine: Engine
+    log: list[str]
+    """of everybody"""
 
     def rows(self, stream: str) -> list[dict[str, Any]]:
         """Metric rows of one stream, in the order of writing."""
@@ -262,7 +318,8 @@ class Stage:
                 stack.enter_context(group.running())
             yield
         for group in (self.policy, self.critic):
-            assert group.counters == [{"accepted": len(group.started)} if group.started else {}] * group.num_data_ranks
+            accepted = len(group.started) + group.num_left
+            assert group.counters == [{"accepted": accepted} if accepted else {}] * group.num_data_ranks
 
 
 @contextmanager
@@ -275,8 +332,12 @@ def staged(
     commit_dir: Path | None = None,
     first_steps: tuple[int, int] = (0, 0),
     replay_of: Path | None = None,
+    shares: bool = False,
 ) -> Iterator[Stage]:
-    """A stage on free ports; from a commit, with the steps that policy and critic have done; or with a record."""
+    """A stage on free ports; from a commit, with the steps that policy and critic have done; or with a record.
+
+    With `shares` the groups begin asleep.
+    """
     run_dir.mkdir(parents=True, exist_ok=commit_dir is not None)
     with PortReservation(["policy", "critic", "page"]) as reserved:
         grids = {name: f"tcp://127.0.0.1:{reserved.ports[name]}" for name in ("policy", "critic")}
@@ -294,6 +355,8 @@ def staged(
             **RUN,
         )
         weights_dir = run_dir / "weights"
-        policy = Group("policy", grids["policy"], 1, weights_dir, first_step=first_steps[0])
-        critic = Group("critic", grids["critic"], num_value_ranks, weights_dir, first_step=first_steps[1])
-        yield Stage(run_dir, server, context, policy, critic, Engine())
+        log: list[str] = []
+        more: dict[str, Any] = {"shares": shares, "log": log}
+        policy = Group("policy", grids["policy"], 1, weights_dir, first_step=first_steps[0], **more)
+        critic = Group("critic", grids["critic"], num_value_ranks, weights_dir, first_step=first_steps[1], **more)
+        yield Stage(run_dir, server, context, policy, critic, Engine(log=log), log)

@@ -19,8 +19,9 @@ from fastapi import FastAPI, Request, Response
 
 from services.config.train import ValueConfig
 from services.training.board import StatusBoard
-from services.training.control import control_app
+from services.training.control import NOT_SERVING, control_app
 from services.training.saver import Saver
+from services.training.sleeper import Sleeper
 from services.wire.errors import NonFiniteError
 from services.wire.messages import LoadRequest
 from services.wire.scoring import MEDIA_TYPE, ScoredBatch, encode_reply
@@ -67,10 +68,11 @@ def score_app(
     vocab_size: int,
     model_name: str,
     saver: Saver | None = None,
+    sleeper: Sleeper | None = None,
     loader: Loader | None = None,
 ) -> FastAPI:
     """The value service's HTTP application."""
-    app = control_app(board, title="Counterpoint value service", saver=saver)
+    app = control_app(board, title="Counterpoint value service", saver=saver, sleeper=sleeper)
     limits, gate = Limits.of(config, vocab_size), Gate(config)
     threads = ThreadPoolExecutor(2, thread_name_prefix="codec")
 
@@ -93,8 +95,8 @@ def score_app(
     async def score(request: Request) -> Response:
         if gate.is_full:
             raise RequestRefused(429, "too many requests in flight")
-        if board.snapshot().state in ("loading", "stopping"):
-            raise RequestRefused(503, "not ready")
+        if board.state in NOT_SERVING:
+            raise RequestRefused(503, f"not ready: {board.state}")
         sent, wanted = _media_type(request), _accepted(request)
         gate.num_requests += 1
         request.state.num_bytes = 0
@@ -119,11 +121,11 @@ def score_app(
         return Response(reply, media_type=wanted)
 
     if loader is not None:
-        _add_load(app, loader)
+        _add_load(app, loader, board)
     return app
 
 
-def _add_load(app: FastAPI, loader: Loader) -> None:
+def _add_load(app: FastAPI, loader: Loader, board: StatusBoard) -> None:
     @app.post(
         "/load",
         summary="Replace the weights by those of an exported critic",
@@ -145,6 +147,8 @@ def _add_load(app: FastAPI, loader: Loader) -> None:
             raise RequestRefused(422, "body: an unknown field" if unknown else str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise RequestRefused(400, "body: not valid JSON") from None
+        if board.state in NOT_SERVING:
+            raise RequestRefused(503, f"not ready: {board.state}")
         try:
             return _json(await loader.load(wanted.path))
         except LoadRefused as error:

@@ -14,6 +14,7 @@ from services.training.assemble import check_model, join_group, resume, serve_gr
 from services.training.control import ServerThread
 from services.training.parts import Part, divided_in_critic
 from services.training.saver import Saver
+from services.training.sleeper import Sleeper
 from value_service.app import score_app
 from value_service.build import build_critic
 from value_service.commands import CriticCommands
@@ -39,6 +40,7 @@ def run(run_dir: Path) -> None:
             if ranks.rank == 0:
                 logger.info("value head: loaded from {}, norm {:.6g}", context.commit_dir, norm)
     saver = Saver(part, board, context.run_dir)
+    sleeper = Sleeper(part, board)
     stop = install_stop_handlers()  # a rank that still loads has nothing to lose, and just ends
     loader = Loader(part, board, config.value, Path(context.model_dir), backbone.model.config)
     server = None
@@ -50,6 +52,7 @@ def run(run_dir: Path) -> None:
             vocab_size=backbone.model.config.vocab_size,
             model_name=config.run.name,
             saver=saver,
+            sleeper=sleeper,
             loader=loader,
         )
         token = critic_token(config.value.token_file, context.token_file)
@@ -66,6 +69,7 @@ def run(run_dir: Path) -> None:
         stop=stop,
         server=server,
         saver=saver,
+        sleeper=sleeper,
         source=CriticCommands(scorer, loader),
     )
 

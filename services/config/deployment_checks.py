@@ -2,7 +2,8 @@
 
 Notable:
 - Of a job (`kind = "slurm"`) the nodes have `gpus_per_node` GPUs; how many this machine has says nothing.
-- On CPU a "gpu" is a rank: ranks are as many as one likes, but an engine is one process and nobody takes turns.
+- On CPU a "gpu" is a rank: ranks are as many as one likes, but an engine is one process. Turns are the same as on
+  GPUs, to be tried: memory is given back and taken again, and nobody computes out of turn.
 """
 
 from __future__ import annotations
@@ -36,15 +37,6 @@ def deployment_findings(config: Config) -> Iterator[Finding]:
     yield from _divisions(config)
     yield from _model_layouts(config)
     yield from _capacity(config)
-
-
-def unplayable(config: Config) -> list[str]:
-    """Why a run that can be planned cannot be carried out, as lines of a ConfigError."""
-    if config.deployment.sharing == "none":
-        return []
-    what = f'"{config.deployment.sharing}" is planned and shown by this release, but not carried out: processes do not'
-    fix = 'give the roles GPUs of their own (deployment.sharing = "none")'
-    return [f"deployment.sharing: {what} sleep and wake in turns yet; fix: {fix}"]
 
 
 def beyond_this_machine(config: Config) -> list[str]:
@@ -94,9 +86,6 @@ def _sharing(config: Config) -> Iterator[Finding]:
     if kind == "none":
         return
     num = deployment.num_policy_gpus
-    if deployment.device == "cpu":
-        what = "there are no GPUs to take turns on: on CPU every rank has memory of its own"
-        yield Finding(_SHARING, what, 'delete it, or give deployment.device = "cuda"', (_DEVICE,))
     if kind == "time_train" and config.value is None and not config.algorithm.needs_value:
         what = "there is no [value] that could take turns with the policy"
         yield Finding(_SHARING, what, "delete it", (("value",), ("algorithm", "type")))

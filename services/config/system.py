@@ -38,7 +38,8 @@ class RuntimeConfig(Section):
     shutdown_grace_s: float = Field(default=10.0, gt=0)
     """Everything of ours has ended this long after the first signal; 540 with `deployment.kind = "slurm"`."""
     startup_deadline_s: float = Field(default=300.0, gt=0)
-    """Every process must be ready this long after its start."""
+    """Every process must be ready this long after its start. Those that share devices (`deployment.sharing`) load one
+    after another, and this covers all of them together."""
     collective_deadline_s: float = Field(default=60.0, gt=0)
     """Deadline of one collective, and of a rank waiting for its grid item once a step has begun."""
     heartbeat_s: float = Field(default=5.0, gt=0)

@@ -1,10 +1,12 @@
-"""The client of one engine, of either kind: generation, weight updates, and what it is asked about itself.
+"""The client of one engine, of either kind: generation, weight updates, sleep, and what it is asked about itself.
 
 Notable:
 - An engine that reports `weight_versions` is paused with "keep": requests live through an update. One that cannot is
   paused with "abort": each request continues from its tokens, and since nothing is sent during an update, every reply
   belongs to the version current when it was sent. That takes a client that sends all of an engine's requests, so it
   does not work behind a router.
+- An engine that is put to sleep aborts its requests: they go on from their tokens once it is awake, and that time is
+  not the requests' own. Its weights are summed before the sleep and after it, for memory is not trusted to come back.
 - Connection errors and 503 are retried until the deadline; any other error is raised at once.
 """
 
@@ -20,18 +22,31 @@ import msgspec
 
 from services.inference.generation import Answer, Generation, GenerationClient, Refused, deadline, version_of
 from services.runtime.auth import Token
-from services.wire.errors import ContractError, CounterpointError
+from services.wire.errors import ContractError, CounterpointError, DependencyLost
 
-__all__ = ["EngineClient", "Generation"]
+__all__ = ["Asleep", "EngineClient", "Generation"]
 
 RESUME_DEADLINE_S = 5.0
-"""An engine is resumed after a failed update, within this."""
+"""An engine is resumed after a failed update or sleep, within this."""
 DRAIN_DEADLINE_S = 2.0
 """Requests still open this long after an aborting pause reached the engine after it: they are taken back."""
 
 
+class Asleep(ContractError):
+    """The engine sleeps and cannot take weights; nothing was sent to it."""
+
+
 class _WeightInfo(msgspec.Struct):
     weight_version: str
+
+
+class _IsSleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
+class _Results(msgspec.Struct):
+    results: list[str]
+    """one per worker"""
 
 
 class EngineClient(GenerationClient):
@@ -54,6 +69,8 @@ class EngineClient(GenerationClient):
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._open: set[asyncio.Task[bytes]] = set()
+        self._is_asleep = False
+        self._weights_asleep: list[str] = []
 
     @property
     def tells_versions(self) -> bool:
@@ -64,6 +81,11 @@ class EngineClient(GenerationClient):
     def is_updating(self) -> bool:
         """Whether new weights are on their way into it: what it says of itself is about to change."""
         return self._updating.locked()
+
+    @property
+    def is_asleep(self) -> bool:
+        """From the beginning of a sleep until it is awake, its weights are checked and requests are sent again."""
+        return self._is_asleep
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Wait until the engine is healthy, and learn whether it tells versions.
@@ -105,8 +127,12 @@ class EngineClient(GenerationClient):
             DeadlineExceeded: not done in time; the engine has been told to resume.
             DependencyLost: the engine could not load it. The local engine then still serves its old weights; vLLM's
                 may be half-written.
+            Asleep: it sleeps.
+            ContractError: it refused a request (4xx).
         """
         async with self._updating, deadline(f"the weight update of {self.url} to version {version}", deadline_s):
+            if self._is_asleep:
+                raise Asleep(f"{self.url} sleeps: version {version} cannot be brought before it is awake")
             if self._tells_versions is None:
                 await self._learn_version(self.retried)
             clear_cache = "true" if self._clear_cache else "false"
@@ -134,14 +160,89 @@ class EngineClient(GenerationClient):
             finally:
                 self._may_send.set()
 
-    async def _ask(self, body: dict[str, Any]) -> Answer:
-        """One exchange; taken back where an aborting update wants it."""
-        await self._may_send.wait()
+    async def sleep(self, *, deadline_s: float) -> None:
+        """Make the engine give its memory back; nothing is sent to it until `wake_up`. Nothing to do where it sleeps.
+
+        Open requests end as aborted and go on from their tokens afterwards.
+
+        Raises:
+            DeadlineExceeded: not done in time; the engine has been told to wake up.
+            DependencyLost: no connection, or it failed (5xx).
+            ContractError: it does not say that it sleeps, or cannot sum its weights.
+        """
+        async with self._updating, deadline(f"{self.url} to fall asleep", deadline_s):
+            if self._is_asleep:
+                return
+            self._weights_asleep = await self._sum_weights()
+            self._is_asleep = True
+            self._may_send.clear()
+            try:
+                await self.retried("POST", "/sleep?level=1&mode=abort")
+                await self._take_back_open_requests()
+                if not await self._is_sleeping():
+                    raise ContractError(f"{self.url} was put to sleep and says that it does not sleep")
+            except BaseException:
+                with contextlib.suppress(CounterpointError, TimeoutError):
+                    async with asyncio.timeout(RESUME_DEADLINE_S):
+                        await self.retried("POST", "/wake_up")
+                self._is_asleep = False
+                self._may_send.set()
+                raise
+
+    async def wake_up(self, *, deadline_s: float) -> None:
+        """Make the engine take its memory again, and send requests again. Nothing to do where it is awake.
+
+        After an error it counts as asleep: no token of weights that did not come back is ever taken.
+
+        Raises:
+            DeadlineExceeded: not done in time.
+            DependencyLost: no connection, or it failed (5xx).
+            ContractError: it says that it still sleeps, or its weights are not those that went to sleep.
+        """
+        async with self._updating, deadline(f"{self.url} to wake up", deadline_s):
+            if not self._is_asleep:
+                return
+            await self.retried("POST", "/wake_up")
+            if await self._is_sleeping():
+                raise ContractError(f"{self.url} was woken up and says that it sleeps")
+            weights = await self._sum_weights()
+            if weights != self._weights_asleep:
+                raise ContractError(
+                    f"{self.url} woke up with other weights than it fell asleep with: their checksums are {weights}, "
+                    f"and were {self._weights_asleep}"
+                )
+            self._is_asleep = False
+            self._may_send.set()
+
+    async def _is_sleeping(self) -> bool:
+        return msgspec.json.decode(await self.retried("GET", "/is_sleeping"), type=_IsSleeping).is_sleeping
+
+    async def _sum_weights(self) -> list[str]:
+        """The checksum of each worker's weights.
+
+        Raises:
+            DependencyLost: the engine failed (5xx); vLLM also says so of a method that it does not have.
+            ContractError: it cannot tell.
+        """
+        try:
+            raw = await self.retried("POST", "/collective_rpc", {"method": "weights_checksum"})
+            weights = msgspec.json.decode(raw, type=_Results).results
+        except (DependencyLost, ContractError, msgspec.DecodeError) as error:
+            kind = DependencyLost if isinstance(error, DependencyLost) else ContractError
+            raise kind(
+                f"{self.url} cannot tell the checksum of its weights, and may not sleep without: {error}"
+            ) from error
+        if not weights:
+            raise ContractError(f"{self.url} told the checksums of no worker's weights")
+        return weights
+
+    async def _ask(self, body: dict[str, Any], limit: asyncio.Timeout) -> Answer:
+        """One exchange; taken back where a sleep or an aborting update wants it."""
         if self._tells_versions is None:
             await self._learn_version(self.retried)
-        if self._tells_versions:
-            return await super()._ask(body)
-        version = self.version
+        await self._turn_to_send(limit)
+        # From here to the request no other task runs: it is among the open ones, under the version of now.
+        version = None if self._tells_versions else self.version
         send: Coroutine[Any, Any, bytes] = self.request("POST", "/inference/v1/generate", body)
         task = asyncio.create_task(send)
         self._open.add(task)
@@ -154,6 +255,19 @@ class EngineClient(GenerationClient):
             return Answer(None)
         finally:
             self._open.discard(task)
+
+    async def _turn_to_send(self, limit: asyncio.Timeout) -> None:
+        """Wait until requests may be sent; while the engine sleeps `limit` stands still."""
+        while not self._may_send.is_set():
+            ends = limit.when()
+            if not self._is_asleep or ends is None:
+                await self._may_send.wait()
+                continue
+            clock = asyncio.get_running_loop().time
+            left_s = ends - clock()
+            limit.reschedule(None)
+            await self._may_send.wait()
+            limit.reschedule(clock() + left_s)
 
     async def _take_back_open_requests(self) -> None:
         """End what the aborting pause did not: requests that reached the engine after it wait there unsampled."""

@@ -139,7 +139,7 @@ class GenerationClient:
             max_tokens: new tokens at most; the engine's own length limit may end it earlier.
             temperature: 0 = greedy.
             seed: the same seed and prompt give the same tokens from the same weights.
-            deadline_s: for all of it, weight updates in between included.
+            deadline_s: for all of it, weight updates in between included; without the time that the engine sleeps.
             ignore_eos: go on past the end token (tests and benchmarks).
 
         Raises:
@@ -148,7 +148,7 @@ class GenerationClient:
             ContractError: it refused the request (4xx) or its reply does not fit it.
         """
         generation = Generation()
-        async with deadline(f"a generation from {self.url}", deadline_s):
+        async with deadline(f"a generation from {self.url}", deadline_s) as limit:
             while True:
                 num_done = len(generation.token_ids)
                 params = {
@@ -162,7 +162,7 @@ class GenerationClient:
                     "ignore_eos": ignore_eos,
                     "stop_token_ids": [] if ignore_eos else [self._eos_token_id],
                 }
-                reason = await self._extend(generation, token_ids + generation.token_ids, params)
+                reason = await self._extend(generation, token_ids + generation.token_ids, params, limit)
                 ended = bool(generation.token_ids) and generation.token_ids[-1] == self._eos_token_id and not ignore_eos
                 if reason == "stop" or ended:
                     generation.finish_reason = "stop"
@@ -173,14 +173,16 @@ class GenerationClient:
 
     # ---- one request ---------------------------------------------------------------------------------------------
 
-    async def _extend(self, generation: Generation, tokens: list[int], params: dict[str, Any]) -> str:
+    async def _extend(
+        self, generation: Generation, tokens: list[int], params: dict[str, Any], limit: asyncio.Timeout
+    ) -> str:
         """Send one request and append what it sampled; "abort" where it must be continued."""
         body = {"model": MODEL_NAME, "token_ids": tokens, "sampling_params": params}
         delay_s, began = _RETRY_FIRST_S, time.monotonic()
         while True:
             body["request_id"] = f"counterpoint-{id(self):x}-{next(self._request_ids)}"
             try:
-                answer = await self._ask(body)
+                answer = await self._ask(body, limit)
             except DependencyLost as error:
                 if not isinstance(error, Unavailable) and time.monotonic() - began >= self._patience_s:
                     raise
@@ -190,8 +192,8 @@ class GenerationClient:
                 continue
             return "abort" if answer.raw is None else self._append(generation, answer, params["max_tokens"])
 
-    async def _ask(self, body: dict[str, Any]) -> Answer:
-        """One exchange."""
+    async def _ask(self, body: dict[str, Any], limit: asyncio.Timeout) -> Answer:
+        """One exchange, within `limit`."""
         return Answer(await self.request("POST", "/inference/v1/generate", body))
 
     def _append(self, generation: Generation, answer: Answer, max_tokens: int) -> str:
@@ -301,10 +303,10 @@ def version_of(label: str) -> int:
 
 
 @contextlib.asynccontextmanager
-async def deadline(what: str, deadline_s: float) -> AsyncIterator[None]:
+async def deadline(what: str, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
     """Turn the end of time into an error that says what was waited for."""
     try:
-        async with asyncio.timeout(deadline_s):
-            yield
+        async with asyncio.timeout(deadline_s) as limit:
+            yield limit
     except TimeoutError as error:
         raise DeadlineExceeded(what, deadline_s) from error

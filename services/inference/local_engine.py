@@ -8,6 +8,8 @@ Notable:
   aborting happen at a token boundary, and each token carries the version that sampled it, exactly.
 - A pause that clears the cache marks every live request for a new prefill (prompt and answer so far) under whatever
   weights are loaded then: each version's log-probabilities equal a full forward of its own snapshot.
+- Asleep it holds neither weights nor cache: a pause that aborts, and memory that is given back. Weights that come back
+  other than they went end the engine.
 """
 
 from __future__ import annotations
@@ -18,65 +20,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from services.inference.kv_slots import KVSlots
+from services.inference.local_request import EngineCounters, EngineRequest, promise
 from services.inference.sampling import sample
 from services.inference.weights import StagedWeights, swap
+from services.model.checksum import tensors_of, weights_checksum
 from services.model.layout import PackedLayout
-from services.wire.errors import ConfigError
+from services.model.sleep import HostBackup, own_memory
+from services.wire.errors import ConfigError, ContractError
 
+T = TypeVar("T")
 PauseMode = Literal["abort", "wait", "keep"]
 PREFILL_TOKENS = 4096
 """Tokens of one packed prefill (more only for a single longer sequence): bounds its memory and the pause it causes."""
-
-
-@dataclass(slots=True, eq=False)
-class EngineRequest:
-    """One sequence being continued; filled in by the engine thread until `finish_reason` is set."""
-
-    request_id: str
-    tokens: list[int]
-    """prompt, then what was sampled"""
-    max_tokens: int
-    temperature: float
-    seed: int
-    stop_token_ids: frozenset[int]
-    waiter: Any = None
-    """whoever submitted it keeps what it needs here"""
-    num_prompt: int = field(init=False)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """(version label, start, end) over the sampled tokens"""
-    slot: int = -1
-    finish_reason: str | None = None
-
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
-
-    @property
-    def sampled(self) -> list[int]:
-        """The sampled tokens."""
-        return self.tokens[self.num_prompt :]
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """What the engine did since its start."""
-
-    requests: int = 0
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    prefills: int = 0
-    decodes: int = 0
-    updates: int = 0
-    busy_s: float = 0.0
-    last_progress: float = field(default_factory=time.monotonic)
 
 
 class LocalEngine:
@@ -112,6 +74,8 @@ class LocalEngine:
         self._on_failure = on_failure
         self._device = model.device
         self._kv = KVSlots(max_num_seqs, max_model_len)
+        own_memory(model)
+        self._backup = HostBackup(lambda: tensors_of(model))
         self._free = list(range(max_num_seqs))
         self._waiting: deque[EngineRequest] = deque()
         self._to_prefill: list[EngineRequest] = []
@@ -140,6 +104,11 @@ class LocalEngine:
     def is_paused(self) -> bool:
         """True between `pause` and `resume`."""
         return self._paused is not None
+
+    @property
+    def is_asleep(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return self._backup.is_asleep
 
     def start(self) -> None:
         """Check the model and start the engine thread.
@@ -174,23 +143,39 @@ class LocalEngine:
         Returns:
             Done when nothing samples any more.
         """
-        done = _promise()
+        done: Future[None] = promise()
         self._post(lambda: self._pause(mode, clear_cache, done))
         return done
 
     def resume(self) -> Future[None]:
-        """Go on after a pause."""
-        return self._call(lambda: setattr(self, "_paused", None))
+        """Go on after a pause; refused asleep (`ContractError`)."""
+        return self._call_awake("resume", lambda: setattr(self, "_paused", None))
+
+    def sleep(self) -> Future[int]:
+        """Finish all requests as "abort" and give back weights and cache; what comes meanwhile waits.
+
+        Returns:
+            Bytes of weights given back; 0 where it slept already.
+        """
+        return self._call(self._sleep)
+
+    def wake_up(self) -> Future[None]:
+        """Take the weights again, check them, and go on; weights that are not what slept end the engine."""
+        return self._call(self._wake_up)
+
+    def weights_checksum(self) -> Future[str]:
+        """Sum all weights between two steps; refused asleep (`ContractError`)."""
+        return self._call_awake("weights_checksum", lambda: weights_checksum(self.model))
 
     def swap_weights(self, staged: StagedWeights, version_label: str) -> Future[None]:
-        """Swap in checked weights and their label between two steps."""
+        """Swap in checked weights and their label between two steps; refused asleep (`ContractError`)."""
 
         def work() -> None:
             swap(staged)
             self.version_label = version_label
             self.counters.updates += 1
 
-        return self._call(work)
+        return self._call_awake("swap_weights", work)
 
     def set_version_label(self, label: str) -> Future[None]:
         """Label what is sampled from now on."""
@@ -203,12 +188,19 @@ class LocalEngine:
             self._inbox.append(work)
             self._wake.notify()
 
-    def _call(self, work: Callable[[], None]) -> Future[None]:
-        done = _promise()
+    def _call(self, work: Callable[[], T]) -> Future[T]:
+        done: Future[T] = promise()
+        self._post(lambda: done.set_result(work()))
+        return done
+
+    def _call_awake(self, what: str, work: Callable[[], T]) -> Future[T]:
+        done: Future[T] = promise()
 
         def run() -> None:
-            work()
-            done.set_result(None)
+            if self.is_asleep:
+                done.set_exception(ContractError(f"the engine is asleep: {what} needs wake_up first"))
+            else:
+                done.set_result(work())
 
         self._post(run)
         return done
@@ -343,6 +335,19 @@ class LocalEngine:
             self._flush()
             done.set_result(None)
 
+    def _sleep(self) -> int:
+        if self.is_asleep:
+            return 0
+        self._pause("abort", True, promise())
+        self._kv = KVSlots(self.max_num_seqs, self.max_model_len)
+        return self._backup.put_to_sleep()
+
+    def _wake_up(self) -> None:
+        changed = self._backup.wake()
+        if changed:
+            raise ContractError(f"weights woke up other than they fell asleep: {', '.join(changed[:3])}")
+        self._paused = None
+
     def _stop(self) -> None:
         self._abort([*self._running.values(), *self._waiting])
         self._stopping = True
@@ -390,10 +395,3 @@ class LocalEngine:
                     f'difference {difference:.1e}); fix: inference.engine = "vllm"'
                 ]
             )
-
-
-def _promise() -> Future[None]:
-    """A future that cannot be cancelled: a caller that goes away in the middle must not end the engine."""
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()
-    return done

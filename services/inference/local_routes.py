@@ -15,13 +15,15 @@ import asyncio
 import os
 import secrets
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from services.inference.local_engine import EngineRequest, LocalEngine
+from services.inference.local_engine import LocalEngine
+from services.inference.local_request import EngineRequest
 from services.inference.weights import read_snapshot
 from services.runtime.auth import Token
 from services.transport.token_guard import ask_token
@@ -67,7 +69,7 @@ class CompletionBody(SamplingParams):
 
 
 class CollectiveRpcBody(msgspec.Struct):
-    """`POST /collective_rpc`; only `load_snapshot` exists."""
+    """`POST /collective_rpc`; `load_snapshot` and `weights_checksum` exist."""
 
     method: str
     kwargs: dict[str, str | int] = {}
@@ -83,6 +85,10 @@ class VersionBody(msgspec.Struct):
 
 class BadRequest(ContractError):
     """Answered 400 with its text."""
+
+
+class Conflict(ContractError):
+    """Answered 409 with its text: the engine sleeps."""
 
 
 def encode(content: Any, status: int = 200) -> web.Response:
@@ -121,6 +127,9 @@ class LocalServer:
         app.router.add_post("/pause", self.pause)
         app.router.add_post("/resume", self.resume)
         app.router.add_get("/is_paused", self.is_paused)
+        app.router.add_post("/sleep", self.sleep)
+        app.router.add_post("/wake_up", self.wake_up)
+        app.router.add_get("/is_sleeping", self.is_sleeping)
         app.router.add_post("/collective_rpc", self.collective_rpc)
         app.router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
         if self._tell_versions:
@@ -219,25 +228,63 @@ class LocalServer:
 
     async def resume(self, http: web.Request) -> web.Response:
         """Go on sampling."""
-        await asyncio.wrap_future(self.engine.resume())
+        await self._awake(self.engine.resume())
         return encode({"status": "resumed"})
 
     async def is_paused(self, http: web.Request) -> web.Response:
         """Whether sampling is paused."""
         return encode({"is_paused": self.engine.is_paused})
 
-    async def collective_rpc(self, http: web.Request) -> web.Response:
-        """`load_snapshot(path, version)`: check off the engine's thread, then swap between two steps."""
-        body = _decode(await http.read(), CollectiveRpcBody)
-        if body.method != "load_snapshot" or set(body.kwargs) != {"path", "version"} or body.args:
-            raise BadRequest("method: load_snapshot with the keyword arguments path and version")
+    async def sleep(self, http: web.Request) -> web.Response:
+        """Give back the memory of weights and cache; level 2, which may forget the weights, keeps them like level 1."""
+        level, mode = http.query.get("level", "1"), http.query.get("mode", "abort")
+        if level not in ("1", "2"):
+            raise BadRequest(f"level: 1 or 2, not {level!r}; to stop sampling and keep the memory there is /pause")
+        if mode != "abort":
+            raise BadRequest(f"mode: abort, not {mode!r}; requests go on from their tokens after the sleep")
         async with self._update:
+            await asyncio.wrap_future(self.engine.sleep())
+        return encode({"status": "sleeping", "level": int(level)})
+
+    async def wake_up(self, http: web.Request) -> web.Response:
+        """Take the memory again and go on sampling; answers when the weights are checked."""
+        async with self._update:
+            await asyncio.wrap_future(self.engine.wake_up())
+        return encode({"status": "awake"})
+
+    async def is_sleeping(self, http: web.Request) -> web.Response:
+        """Whether it sleeps."""
+        return encode({"is_sleeping": self.engine.is_asleep})
+
+    async def collective_rpc(self, http: web.Request) -> web.Response:
+        """`load_snapshot(path, version)` or `weights_checksum()`."""
+        body = _decode(await http.read(), CollectiveRpcBody)
+        if body.method == "weights_checksum" and not body.kwargs and not body.args:
+            return encode({"results": [await self._awake(self.engine.weights_checksum())]})
+        if body.method == "load_snapshot" and set(body.kwargs) == {"path", "version"} and not body.args:
+            return await self._load_snapshot(Path(str(body.kwargs["path"])), f"v{int(body.kwargs['version'])}")
+        raise BadRequest(
+            "method: load_snapshot with the keyword arguments path and version, or weights_checksum without any"
+        )
+
+    async def _load_snapshot(self, path: Path, label: str) -> web.Response:
+        """Check off the engine's thread, then swap between two steps."""
+        async with self._update:
+            if self.engine.is_asleep:  # what it would be checked against has no memory now
+                raise Conflict(f"the engine is asleep: {label} needs wake_up first")
             try:
-                staged = await asyncio.to_thread(read_snapshot, self.engine.model, Path(str(body.kwargs["path"])))
+                staged = await asyncio.to_thread(read_snapshot, self.engine.model, path)
             except ContractError as error:  # the peer's process boundary: it learns why, the old weights stay
                 return _error(500, str(error))
-            await asyncio.wrap_future(self.engine.swap_weights(staged, f"v{int(body.kwargs['version'])}"))
+            await asyncio.wrap_future(self.engine.swap_weights(staged, label))
         return encode({"results": [None]})
+
+    async def _awake(self, asked: Future[T]) -> T:
+        """What an engine that is awake answers."""
+        try:
+            return await asyncio.wrap_future(asked)
+        except ContractError as error:
+            raise Conflict(str(error)) from error
 
     async def update_weight_version(self, http: web.Request) -> web.Response:
         """Set the label of what is sampled from now on."""
@@ -271,7 +318,7 @@ class LocalServer:
             {
                 "role": "inference",
                 "pid": os.getpid(),
-                "state": "paused" if self.engine.is_paused else "sampling" if self.engine.num_running else "idle",
+                "state": self._state(),
                 "weight_version": self.engine.version_label,
                 "running": self.engine.num_running,
                 "waiting": self.engine.num_waiting,
@@ -285,6 +332,11 @@ class LocalServer:
                 "last_progress_s": time.monotonic() - counters.last_progress,
             }
         )
+
+    def _state(self) -> str:
+        if self.engine.is_asleep:
+            return "asleep"
+        return "paused" if self.engine.is_paused else "sampling" if self.engine.num_running else "idle"
 
     async def metrics(self, http: web.Request) -> web.Response:
         """The same as Prometheus text."""
@@ -321,3 +373,5 @@ async def _errors_as_json(request: web.Request, handler: Any) -> web.StreamRespo
         return await handler(request)
     except BadRequest as error:
         return _error(400, str(error))
+    except Conflict as error:
+        return _error(409, str(error))

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from services.config.context import load_run
 from services.config.listener import url_of
-from services.inference.local_engine import EngineRequest, LocalEngine
+from services.inference.local_engine import LocalEngine
+from services.inference.local_request import EngineRequest
 from services.inference.local_routes import LocalServer
 from services.model.load import load_causal_lm
 from services.runtime.auth import Token, check_listener, run_token

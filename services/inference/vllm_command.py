@@ -4,6 +4,8 @@ Notable:
 - `--logprobs-mode processed_logprobs`: log-probabilities are those of the sampled distribution, temperature included.
 - `--generation-config vllm`: a checkpoint's generation_config.json would change top_p and top_k behind our back.
 - `--no-enable-chunked-prefill`: seeded requests end the CPU engine otherwise.
+- An engine that shares its GPUs in turns gets the allocator that can give weights and cache back. Its `/is_sleeping`
+  would say true without it, as a paused engine's does.
 - Without clearing the cache at updates there is no prefix cache either: it would hand a new request old weights' keys.
 """
 
@@ -35,8 +37,12 @@ ENVIRONMENT = {
     "VLLM_API_KEY": "",  # another token than the run's, and for half of the routes
 }
 
-NOT_ALLOWED = ("--host", "--port", "--uds", "--api-key", "--middleware", "--config", "--enable-prompt-embeds")
-"""Of vLLM's arguments: who could reach the server, what it asks for, and tensors in requests (torch unpickles them)."""
+NOT_ALLOWED = (
+    *("--host", "--port", "--uds", "--api-key", "--middleware", "--config"),
+    *("--enable-prompt-embeds", "--no-enable-sleep-mode"),
+)
+"""Of vLLM's arguments: who could reach the server, what it asks for, tensors in requests (torch unpickles them), and
+what makes a sleep keep the memory."""
 
 
 def vllm_command(
@@ -86,6 +92,8 @@ def vllm_command(
     if not inference.clear_cache_on_update:
         argv.append("--no-enable-prefix-caching")
     environment = dict(ENVIRONMENT, PYTHONPATH=str(PROJECT_ROOT))
+    if config.deployment.sharing == "time" and not on_cpu:  # vLLM on CPU refuses the flag; there a sleep is a pause
+        argv.append("--enable-sleep-mode")
     if context.token_file is not None:  # the file's path: a token in argv could be read by everybody on the machine
         argv += ["--middleware", TOKEN_MIDDLEWARE]
         environment[TOKEN_FILE_VARIABLE] = context.token_file

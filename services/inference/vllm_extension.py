@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: load a weight snapshot from a folder, checked as a whole before anything is replaced.
+"""Runs inside vLLM's workers: load a weight snapshot, checked as a whole before anything is replaced; sum the weights.
 
 Notable:
 - vLLM imports this in its own environment (`--worker-extension-cls`), so it needs torch and safetensors alone.
@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from services.inference.adapters import is_adapter, merge_adapter
+from services.model.checksum import weights_checksum
 
 TIED_NAME = "lm_head.weight"
 """May be absent where the embedding is tied to it."""
@@ -47,6 +48,10 @@ class SnapshotExtension:
         if TIED_NAME not in tensors:
             _pack_tied_heads(self.model_runner.get_model())
         return version
+
+    def weights_checksum(self) -> str:
+        """Sum what this worker has in memory of the model, to be compared before a sleep and after it."""
+        return weights_checksum(self.model_runner.get_model())
 
 
 def _pack_tied_heads(model: torch.nn.Module) -> None:

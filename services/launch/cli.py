@@ -262,7 +262,7 @@ def _run(args: argparse.Namespace, settings: list[str]) -> int:
         return show_plan(args.configs, settings)
     from services.config.layers import parse_overrides
     from services.config.resolve import resolve
-    from services.launch.disk import refuse_what_cannot_run
+    from services.launch.disk import refuse_where_no_commit_fits
     from services.launch.live import LiveView
     from services.launch.report import summary
     from services.launch.resume import resume_run, run_with_restarts
@@ -273,7 +273,7 @@ def _run(args: argparse.Namespace, settings: list[str]) -> int:
     if args.resume and args.overwrite:
         raise UsageError("--resume goes on with what --overwrite would remove: give one of them")
     resolved = resolve(args.configs, parse_overrides(settings))
-    refuse_what_cannot_run(resolved)
+    refuse_where_no_commit_fits(resolved)
     config = resolved.config
     if args.render_only or config.deployment.kind == "slurm":
         from services.launch.slurm import run_on_slurm

@@ -13,7 +13,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.config.deployment_checks import unplayable
 from services.config.layers import COMMAND_LINE
 from services.config.resolve import Resolved
 from services.config.schema import Config
@@ -93,19 +92,6 @@ def shapes_of(config: Config) -> ModelShapes | None:
     site = site_here()
     model = model_source(config.model.path, root=site.root, models_dir=MODELS_DIR, python=site.python)
     return model_shapes(model.dir if model.is_complete else None)
-
-
-def refuse_what_cannot_run(resolved: Resolved) -> None:
-    """End before anything starts where a plan is all that there can be.
-
-    Raises:
-        ConfigError: With the place of the key.
-    """
-    origin = resolved.origins.get(("deployment", "sharing"), "default")
-    problems = unplayable(resolved.config)
-    if problems:
-        raise ConfigError([f"{origin}: {problem}" for problem in problems])
-    refuse_where_no_commit_fits(resolved)
 
 
 def refuse_where_no_commit_fits(resolved: Resolved) -> None:

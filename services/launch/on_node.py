@@ -5,6 +5,7 @@ Usage: `python -m services.launch.on_node --addresses A,B [--names N,M] [--gpus 
 Notable:
 - Started once on every node of a process by one step of the job (`srun`), with the same words everywhere.
 - A torchrun agent of several nodes gets `--node-rank`: its place in `--addresses`, so rank 0 is where the plan says.
+  An agent that waits for other processes first (`services.runtime.after`) gets it all the same.
 - CUDA_VISIBLE_DEVICES is set after SLURM has set its own: `--gpus` counts the devices that SLURM left visible.
 - gloo and NCCL are given the interface that has this node's address, unless the environment names one.
 - It stays as the guard of what it starts: nothing of that outlives the step. The launcher speaks through standard
@@ -21,6 +22,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 
+from services.runtime.after import split_wait
 from services.runtime.auth import is_loopback
 from services.runtime.guard import guard
 
@@ -93,10 +95,10 @@ def node_env(env: Mapping[str, str], address: str, gpus: Sequence[str]) -> dict[
 
 def node_argv(argv: Sequence[str], addresses: Sequence[str], place: int) -> list[str]:
     """The command as this node runs it."""
-    start = tuple(argv[1:3])
-    if len(addresses) == 1 or start != TORCHRUN:
+    wait, command = split_wait(argv)
+    if len(addresses) == 1 or tuple(command[1:3]) != TORCHRUN:
         return list(argv)
-    return [*argv[:3], "--node-rank", str(place), "--local-addr", addresses[place], *argv[3:]]
+    return [*wait, *command[:3], "--node-rank", str(place), "--local-addr", addresses[place], *command[3:]]
 
 
 def interface_of(address: str) -> str | None:

@@ -4,11 +4,14 @@ Notable:
 - The same planner, ports, run directory and guards as `counterpoint run`; only the supervisor is left out, so whoever
   asks for the processes also notices when one of them ends.
 - Leaving the block ends everything and waits until it is gone.
+- A group that takes turns is ready when it sleeps: whoever asks for it has to wake it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +32,7 @@ from services.wire.errors import ConfigError, DeadlineExceeded, DependencyLost
 
 POLL_S = 0.1
 _PROBE_DEADLINE_S = 2.0
+_MAX_STATE_BYTES = 200
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback, whatever the proxy settings
 
 
@@ -136,5 +140,9 @@ def _answers(url: str) -> bool:
     try:
         with _opener.open(url, timeout=_PROBE_DEADLINE_S) as reply:
             return reply.status == 200
+    except urllib.error.HTTPError as error:
+        with contextlib.suppress(OSError):
+            return b'"asleep"' in error.read(_MAX_STATE_BYTES)
+        return False
     except OSError:  # nobody there yet, or an HTTP error: both mean "not ready"
         return False

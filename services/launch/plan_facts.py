@@ -3,19 +3,20 @@
 Notable:
 - Estimates are there where the model's files say its sizes. An engine's is its weights and, for the local one and on
   CPU, its cache; vLLM on a GPU takes a share of the whole device whatever it needs.
-- Of roles that take turns on a GPU the largest counts: the others sleep in host memory.
+- Of roles that take turns on a GPU the largest counts: the others sleep in host memory, which is counted by node.
+  Each keeps its room there when it wakes.
 - Everything here is only looked at. The same facts are printed and given as JSON.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.config.deployment_checks import unplayable
 from services.config.model_path import max_positions
 from services.config.schema import Config
 from services.inference.vllm_command import kv_cache_bytes
@@ -67,6 +68,8 @@ class PlanFacts:
     commits: list[int]
     """steps, newest first"""
     notes: list[str]
+    backups: dict[str, int]
+    """host memory of those that sleep, by node; empty where nobody takes turns, or the model does not say its sizes"""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -75,6 +78,7 @@ class PlanFacts:
             "memory": {role: estimate.to_json() for role, estimate in self.memory.items()},
             "engine_bytes": self.engine_bytes,
             "gpus": [use.to_json() for use in self.gpus],
+            "backup_bytes": self.backups,
             "disk": (self.disk.to_json() if self.disk is not None else {}) | {"free_bytes": self.free_bytes},
             "commits": self.commits,
             "notes": self.notes,
@@ -94,10 +98,17 @@ def facts_of(config: Config, layout: Plan) -> PlanFacts:
     run_dir = layout.context.run_dir
     disk = estimate_disk(config, shapes) if shapes is not None else None
     free, commits = free_bytes(run_dir), earlier_commits(run_dir)
-    notes = [*_notes_on_gpus(config, layout), *_notes_on_disk(disk, free, run_dir), *_notes_on_run(run_dir, commits)]
+    backups = _backups(config, layout, shapes, memory)
+    notes = [
+        *_notes_on_gpus(config, layout),
+        *_notes_on_host_memory(config, backups, memory),
+        *_notes_on_disk(disk, free, run_dir),
+        *_notes_on_run(run_dir, commits),
+    ]
     gpus = _gpus(config, layout, memory, engine)
     takes_rest = config.deployment.device == "cuda" and config.inference.engine == "vllm"
-    return PlanFacts(lengths_of(config), memory, engine, takes_rest, gpus, disk, free, commits, notes)
+    lengths = lengths_of(config)
+    return PlanFacts(lengths, memory, engine, takes_rest, gpus, disk, free, commits, notes, backups)
 
 
 def lengths_of(config: Config) -> dict[str, int]:
@@ -139,12 +150,39 @@ def _engine_bytes(config: Config, shapes: ModelShapes | None, model_dir: Path) -
     if shapes is None:
         return None
     inference, num_bytes = config.inference, COMPUTE_BYTES[config.model.dtype]
-    weights = num_bytes * sum(parameter.size for parameter in shapes.parameters) // inference.tp
+    weights = _weight_bytes(config, shapes)
     if inference.engine == "local":
         sizes = shapes.sizes
         token_bytes = 2 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"] * num_bytes
         return weights + token_bytes * inference.max_model_len * inference.max_num_seqs
     return weights + (kv_cache_bytes(config, model_dir) if config.deployment.device == "cpu" else 0)
+
+
+def _weight_bytes(config: Config, shapes: ModelShapes) -> int:
+    """Of one GPU of an engine."""
+    whole = COMPUTE_BYTES[config.model.dtype] * sum(parameter.size for parameter in shapes.parameters)
+    return whole // config.inference.tp
+
+
+def _backups(
+    config: Config, layout: Plan, shapes: ModelShapes | None, memory: dict[str, MemoryEstimate]
+) -> dict[str, int]:
+    """Host memory of those that take turns, by node: all but gradients and activations; of engines the weights."""
+    sharing, where = config.deployment.sharing, place(config)
+    if sharing == "none" or shapes is None:
+        return {}
+    roles = [("policy", where.policy), *([("value", where.value)] if where.value is not None else [])]
+    sizes = {name: own.parameters + own.moments + own.reference for name, own in memory.items()}
+    sleeping = [(at, sizes[name]) for name, at in roles]
+    is_only_paused = config.inference.engine == "vllm" and config.deployment.device == "cpu"
+    if sharing == "time" and not is_only_paused:
+        sleeping += [(at, _weight_bytes(config, shapes)) for at in where.engines]
+    found: dict[str, int] = {}
+    for at, rank_bytes in sleeping:
+        for node in at.nodes:
+            host = layout.hosts[node].name
+            found[host] = found.get(host, 0) + len(at.gpus) * rank_bytes
+    return found
 
 
 def _gpus(config: Config, layout: Plan, memory: dict[str, MemoryEstimate], engine: int | None) -> list[GpuUse]:
@@ -169,7 +207,6 @@ def _gpus(config: Config, layout: Plan, memory: dict[str, MemoryEstimate], engin
 
 def _notes_on_gpus(config: Config, layout: Plan) -> Iterator[str]:
     deployment, where = config.deployment, place(config)
-    yield from (problem.partition("; fix: ")[0] for problem in unplayable(config))
     for name, role, at in (("policy", config.policy, where.policy), ("value", config.value, where.value)):
         if role is not None and at is not None and len(at.nodes) > 1 and len(at.gpus) % role.model.cp:
             num = len(at.gpus)
@@ -183,6 +220,22 @@ def _notes_on_gpus(config: Config, layout: Plan) -> Iterator[str]:
                 yield f"{host.name}: {deployment.gpus_per_node - len(gpus)} of {deployment.gpus_per_node} GPUs are idle"
     if deployment.kind == "slurm":
         yield "hosts and ports are stand-ins: the job's nodes choose theirs when it starts"
+
+
+def _notes_on_host_memory(config: Config, backups: dict[str, int], memory: dict[str, MemoryEstimate]) -> Iterator[str]:
+    """Of this machine: the nodes of a job are not known."""
+    if not backups or config.deployment.kind != "local":
+        return
+    (needed,), there = backups.values(), host_bytes()
+    ranks = {"policy": config.deployment.num_policy_gpus, "value": config.num_value_gpus}
+    needed += sum(ranks[name] * own.host_moments for name, own in memory.items())
+    if needed > there:
+        yield f"{readable(needed)} of host memory hold who sleeps and offloaded moments, {readable(there)} are here"
+
+
+def host_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _vllm_share(config: Config) -> float:

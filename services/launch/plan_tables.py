@@ -27,13 +27,13 @@ def print_tables(console: Console, config: Config, layout: Plan, facts: PlanFact
         layout: Its plan.
         facts: What `facts_of` found.
     """
-    console.print(_process_table(layout, facts))
+    console.print(_process_table(config, layout, facts))
     if facts.gpus:
         console.print(_gpu_table(facts))
     console.print(_length_table(facts.lengths))
     console.print(_memory_table(facts.memory))
     console.print(_disk_table(facts))
-    for name, text in _told(config, layout):
+    for name, text in (*_told(config, layout), *_sleeping(facts.backups)):
         console.print(f"{name:>14}  {text}", markup=False, soft_wrap=True)
     for note in facts.notes:
         console.print(Text.assemble((f"{'note':>14}  ", "bold yellow"), note), soft_wrap=True)
@@ -76,10 +76,18 @@ def _told(config: Config, layout: Plan) -> Iterator[tuple[str, str]]:
         yield "first", f"make the model: {shlex.join(layout.model.argv or [])}"
 
 
-def _process_table(layout: Plan, facts: PlanFacts) -> Table:
+def _sleeping(backups: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """Host memory of those that take turns: one line for nodes alike."""
+    for size in sorted(set(backups.values()), reverse=True):
+        nodes = ", ".join(host for host, own in backups.items() if own == size)
+        yield "host memory", f"{readable(size)} for who sleeps (estimated; {nodes})"
+
+
+def _process_table(config: Config, layout: Plan, facts: PlanFacts) -> Table:
     has_nodes = len(layout.hosts) > 1
     has_gpus = any(process.gpus for process in layout.processes)
-    table = Table(title="processes (all start at once; the orchestrator waits for the others)", title_justify="left")
+    loading = "all start at once" if config.deployment.sharing == "none" else "who takes turns loads one after another"
+    table = Table(title=f"processes ({loading}; the orchestrator waits for the others)", title_justify="left")
     columns = ["process", *(["node"] if has_nodes else []), "ranks", *(["GPUs"] if has_gpus else [])]
     for column in (*columns, "rank holds", "ports", "ready when it answers"):
         table.add_column(column, overflow="fold", justify="right" if column in ("ranks", "rank holds") else "left")

@@ -4,7 +4,8 @@ Notable:
 - Pure: no file, socket, clock or environment is read here. `counterpoint run`, `counterpoint plan` and everything
   else that starts a run use the same plan.
 - Processes are named by module strings; nothing of theirs is imported.
-- All processes start at once; the orchestrator waits for the others (each wait named, with a deadline).
+- All processes start at once; the orchestrator waits for the others (each wait named, with a deadline). Those that
+  share devices load one after another: policy, critic, engines; each command but the first waits by itself.
 - Without a `[value]` table there is no value process, and no port of one. A replay has no inference process.
 - One host is loopback. With several, every process listens on its own host's address, and never on all interfaces.
 - A group that spans nodes meets at a port of ours by torchrun's static rendezvous: node ranks are the plan's, while
@@ -14,6 +15,7 @@ Notable:
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +38,7 @@ from services.inference.router_command import router_command
 from services.inference.vllm_command import vllm_command
 from services.launch.models import ModelSource
 from services.launch.placement import Placement, RolePlace, place
+from services.runtime.after import after
 from services.runtime.auth import is_loopback
 
 LOOPBACK = "127.0.0.1"
@@ -189,6 +192,8 @@ def plan(
     if config.value is not None:
         processes.append(rendering.value(context))
     processes.append(rendering.orchestrator())
+    if config.deployment.sharing != "none":
+        processes = rendering.in_turn(processes)
     if config.deployment.kind == "slurm":
         processes = [_on_its_nodes(process, hosts, site) for process in processes]
     return Plan(context=context, model=model, processes=processes, ports=dict(ports), hosts=list(hosts))
@@ -342,6 +347,16 @@ class _Rendering:
         if self.config.value is not None:
             own["critic_grid_port"] = self.ports["critic_grid_port"]
         return ProcessPlan("orchestrator", argv, self.env([]), 1, own, f"{url_of(self.address(0), port)}/livez")
+
+    def in_turn(self, processes: list[ProcessPlan]) -> list[ProcessPlan]:
+        """The same processes; of those that share devices each loads once the one before it sleeps."""
+        groups = [process for process in processes if process.is_group]
+        urls = {later.name: earlier.ready_url for earlier, later in itertools.pairwise(groups)}
+        if self.config.deployment.sharing == "time":
+            urls |= dict.fromkeys(engine_names(self.config), groups[-1].ready_url)
+        python, deadline_s = self.site.python, self.config.runtime.startup_deadline_s
+        argvs = {p.name: after(python, [urls[p.name]], deadline_s, p.argv) for p in processes if p.name in urls}
+        return [replace(process, argv=argvs.get(process.name, process.argv)) for process in processes]
 
 
 def _on_its_nodes(process: ProcessPlan, hosts: Sequence[Host], site: Site) -> ProcessPlan:

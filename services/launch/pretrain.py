@@ -23,6 +23,7 @@ from services.launch.planner import Plan, ProcessPlan, plan
 from services.launch.resume import resume_run
 from services.launch.rows import read_rows, series
 from services.launch.supervisor import View, run_dir_of, site_here, supervise
+from services.runtime.after import split_wait
 from services.runtime.progress import read_progress
 from services.wire.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigError
 
@@ -87,13 +88,18 @@ def pretraining_plan(*args: Any, **rest: Any) -> Plan:
     """As `plan`, of the critic's group alone."""
     layout = plan(*args, **rest)
     (value,) = (process for process in layout.processes if process.name == "value")
-    return replace(layout, processes=[with_module(value, *_MODULES)], final="value")
+    return replace(layout, processes=[at_once(with_module(value, *_MODULES))], final="value")
 
 
 def with_module(process: ProcessPlan, before: str, after: str) -> ProcessPlan:
     """The same process with another module, which listens on nothing."""
     argv = [after if word == before else word for word in process.argv]
     return replace(process, argv=argv, ports={}, ready_url="")
+
+
+def at_once(process: ProcessPlan) -> ProcessPlan:
+    """The same process without a wait for those of a run that it shares devices with: they are not there."""
+    return replace(process, argv=split_wait(process.argv)[1])
 
 
 def pretraining_summary(run_dir: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from services.config.schema import Config
 from services.config.tasks import RESTORABLE
 from services.launch.planner import Plan, plan
-from services.launch.pretrain import resolve_beside, with_module
+from services.launch.pretrain import at_once, resolve_beside, with_module
 from services.launch.supervisor import View, run_dir_of, supervise
 from services.wire.errors import ConfigError, UsageError
 
@@ -67,7 +67,7 @@ def record(
 def recording_plan(*args: Any, words: list[str], **rest: Any) -> Plan:
     """As `plan`, of the engines, which need no router then, and the recorder alone."""
     layout = plan(*args, **rest)
-    engines = [process for process in layout.processes if process.name.startswith("inference")]
+    engines = [at_once(process) for process in layout.processes if process.name.startswith("inference")]
     (orchestrator,) = (process for process in layout.processes if process.name == "orchestrator")
     recorder = with_module(orchestrator, *_MODULES)
     recorder = replace(recorder, name="recorder", argv=[*recorder.argv, *words])

@@ -6,6 +6,8 @@ Notable:
 - Lost means killed by a signal, or ended with 0 without having been told to. Who ends with a code of its own says what
   is wrong, and ends the run like any other process: a wrong setting does not mend itself.
 - So often at most; a process that keeps dying is a failure.
+- An engine that takes turns with trainers on its GPUs is not started again: it would load beside whoever is awake. Its
+  loss ends the run, which goes on from its newest commit (`deployment.max_restarts`).
 """
 
 from __future__ import annotations
@@ -30,19 +32,27 @@ SEVERAL = "inference-"
 class Replacements:
     """Starts lost processes of a fleet again."""
 
-    def __init__(self, run_dir: Path, processes: Iterable[ProcessPlan], start: Callable[[ProcessPlan], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        processes: Iterable[ProcessPlan],
+        start: Callable[[ProcessPlan], None],
+        *,
+        take_turns: bool = False,
+    ) -> None:
         """Make it for one fleet.
 
         Args:
             run_dir: The run directory.
             processes: All of the run's; those that may be replaced are found by their names.
             start: Starts one in its place.
+            take_turns: Whether engines share their GPUs with trainers.
         """
         self._run_dir = run_dir
         self._replaceable = {
             process.name: process
             for process in processes
-            if process.name in ROUTER_PARTS or process.name.startswith(SEVERAL)
+            if process.name in ROUTER_PARTS or (process.name.startswith(SEVERAL) and not take_turns)
         }
         self._start = start
         self._counts: Counter[str] = Counter()

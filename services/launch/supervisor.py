@@ -282,7 +282,12 @@ class Supervisor:
         A rank that only lost a peer counts: the peer may be frozen, and the agent would wait half a minute for it. What
         the run can lose for a while is started again instead.
         """
-        replacements = Replacements(self._run_dir, processes, lambda lost: fleet.start(self._machines.placed(lost)))
+        replacements = Replacements(
+            self._run_dir,
+            processes,
+            lambda lost: fleet.start(self._machines.placed(lost)),
+            take_turns=self._config.deployment.sharing == "time",
+        )
         next_look = time.monotonic() + _LOOK_INTERVAL_S
         while not self._signals.count:
             if replacements.look(fleet):

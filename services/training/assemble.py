@@ -26,6 +26,7 @@ from services.training.group import CommandSource, Trainer, TrainGroup
 from services.training.parts import Part
 from services.training.ranks import Ranks
 from services.training.saver import Saver
+from services.training.sleeper import Sleeper
 from services.transport.grid_receiver import GridReceiver
 from services.wire.errors import PreflightError
 from services.wire.grids import Stream
@@ -123,9 +124,16 @@ def serve_group(
     stop: threading.Event,
     server: ServerThread | None,
     saver: Saver,
+    sleeper: Sleeper,
     source: CommandSource | None = None,
 ) -> None:
-    """Receive grids and follow commands until `stop`; rank 0 also listens on HTTP."""
+    """Receive grids and follow commands until `stop`; rank 0 also listens on HTTP.
+
+    Where roles take turns on a device, the group is asleep before anybody can ask it for anything.
+    """
+    if config.deployment.sharing != "none":
+        with ranks.during("the start", collective="a collective"):
+            sleeper.fall_asleep()
     ranks.set_deadline(config.runtime.collective_deadline_s, mesh.groups)
     receiver = None
     if mesh.cp_rank == 0:
@@ -149,11 +157,13 @@ def serve_group(
         farewell=Farewell(stop, board, context.orchestrator_url, grace_s=config.runtime.shutdown_grace_s),
         ledger=context.run_dir / "logs" / f"ledger-{stream}.jsonl",
         saver=saver,
+        sleeper=sleeper,
         source=source,
     )
+    if not sleeper.is_asleep:
+        board.enter("idle", "a grid or a request")
     if server is not None:
         server.start()
-    board.enter("idle", "a grid or a request")
     try:
         group.run()
     finally:

@@ -49,6 +49,11 @@ class StatusBoard:
             self._status.rows = dict(sorted(rows.items(), key=lambda kv: int(kv[0]))[-ROWS_KEPT:])
 
     @property
+    def state(self) -> str:
+        """What the group does now."""
+        return self._status.state
+
+    @property
     def steps_done(self) -> int:
         """Grids fully applied."""
         return self._status.steps_done

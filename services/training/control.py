@@ -5,6 +5,7 @@ Notable:
 - The server never touches the model: it reads the board and fills queues of commands.
 - With a token every route but the two health routes asks for it, before a body is read; beyond loopback there is no
   listening without one.
+- `/sleep` and `/wake_up` are answered when every rank is asleep or awake.
 - `/checkpoint` is answered when the role's part of the commit is whole: 200; 409 where the group is at another step,
   507 where the disk does not take it.
 """
@@ -26,6 +27,7 @@ from starlette.types import ASGIApp
 from services.runtime.auth import Token, check_listener
 from services.training.board import StatusBoard
 from services.training.saver import Saver
+from services.training.sleeper import Sleeper
 from services.transport.bounded_http import bounded
 from services.transport.token_guard import TokenGuard
 from services.wire.errors import DependencyLost
@@ -38,17 +40,41 @@ GAUGES = ("steps_done", "updates_done", "num_forwards", "num_scored_tokens", "nu
 
 
 _Responses = dict[int | str, dict[str, Any]]
+NOT_SERVING = ("loading", "stopping", "falling asleep", "asleep", "waking up")
+"""States in which a group accepts no work."""
 _STATE: dict[str, Any] = {"type": "object", "properties": {"state": {"type": "string"}}, "required": ["state"]}
 _READY: _Responses = {
     code: {"description": text, "content": {"application/json": {"schema": _STATE}}}
-    for code, text in ((200, "It would."), (503, "It is loading, or stopping."))
+    for code, text in ((200, "It would."), (503, "It is loading, asleep, or stopping."))
 }
 _STATUS_SCHEMA = msgspec.json.schema_components((TrainStatus,))[1]["TrainStatus"]
 _STATUS: _Responses = {200: {"description": "The status.", "content": {"application/json": {"schema": _STATUS_SCHEMA}}}}
+_CHANGED: _Responses = {
+    200: {
+        "description": "It sleeps, or is awake; bytes of rank 0 that moved, none where it was so already.",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "role": {"type": "string"},
+                        "state": {"type": "string"},
+                        "num_bytes": {"type": "integer"},
+                        "seconds": {"type": "number"},
+                        "device_bytes": {"type": "integer"},
+                    },
+                    "required": ["role", "state", "num_bytes", "seconds", "device_bytes"],
+                }
+            }
+        },
+    }
+}
 _METRICS: _Responses = {200: {"description": "Text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-def control_app(board: StatusBoard, *, title: str, saver: Saver | None = None) -> FastAPI:
+def control_app(
+    board: StatusBoard, *, title: str, saver: Saver | None = None, sleeper: Sleeper | None = None
+) -> FastAPI:
     """The routes that policy trainer and value service share; without a saver there is nothing to save."""
     app = FastAPI(title=title, docs_url=None, redoc_url=None)
     registry = CollectorRegistry()
@@ -61,7 +87,7 @@ def control_app(board: StatusBoard, *, title: str, saver: Saver | None = None) -
     @app.get("/readyz", summary="Would accept work now", responses=_READY)
     async def readyz(response: Response) -> dict[str, str]:
         state = board.snapshot().state
-        response.status_code = 503 if state in ("loading", "stopping") else 200
+        response.status_code = 503 if state in NOT_SERVING else 200
         return {"state": state}
 
     @app.get("/status", summary="State, step, and who waits for what", response_class=Response, responses=_STATUS)
@@ -76,11 +102,23 @@ def control_app(board: StatusBoard, *, title: str, saver: Saver | None = None) -
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     if saver is not None:
-        _add_checkpoint(app, saver)
+        _add_checkpoint(app, saver, board)
+    if sleeper is not None:
+        _add_sleep(app, sleeper)
     return app
 
 
-def _add_checkpoint(app: FastAPI, saver: Saver) -> None:
+def _add_sleep(app: FastAPI, sleeper: Sleeper) -> None:
+    @app.post("/sleep", summary="Give the device's memory back", response_class=Response, responses=_CHANGED)
+    async def sleep() -> Response:
+        return _json(200, await asyncio.wrap_future(sleeper.submit("sleep")))
+
+    @app.post("/wake_up", summary="Take it again, and check it", response_class=Response, responses=_CHANGED)
+    async def wake_up() -> Response:
+        return _json(200, await asyncio.wrap_future(sleeper.submit("wake_up")))
+
+
+def _add_checkpoint(app: FastAPI, saver: Saver, board: StatusBoard) -> None:
     @app.post("/checkpoint", summary="Write this role's part of a commit")
     async def checkpoint(request: Request) -> Response:
         body = bytearray()
@@ -94,6 +132,8 @@ def _add_checkpoint(app: FastAPI, saver: Saver) -> None:
             return _json(422, {"error": str(error)})
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last: nested too deeply
             return _json(400, {"error": "body: not valid JSON"})
+        if board.state == "asleep":
+            return _json(409, {"error": "asleep: nothing is in memory to write; POST /wake_up first"})
         answer = await asyncio.wrap_future(saver.submit(wanted.step))
         return _json(answer.status, answer.body)
 

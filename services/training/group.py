@@ -5,6 +5,7 @@ Notable:
   `score`), `noop` as a heartbeat while idle, or `stop`. No rank ever waits in a collective without a deadline.
 - A checkpoint goes before everything that waits: it is of the step that is done. Scores and grids take turns when both
   wait, so neither starves; a score never falls between the K updates of a grid.
+- While the group sleeps, grids and requests wait; it does nothing but wake.
 - CP rank 0 of each data rank receives its item and shares the bytes with the others of its row.
 - Before a step the ranks agree on (epoch, step, micro-batches, grid digest); a rank without its item, or with another,
   fails all ranks together, by name.
@@ -29,6 +30,7 @@ from services.training.farewell import Farewell
 from services.training.optimizer import Optimizer
 from services.training.preflight import DIGEST_HEX_DIGITS, Held, agree
 from services.training.ranks import Ranks
+from services.training.sleeper import Sleeper
 from services.transport.grid_receiver import GridReceiver
 from services.wire.codec import decode_item, encode_item
 from services.wire.errors import DeadlineExceeded
@@ -94,6 +96,7 @@ class TrainGroup:
         farewell: Farewell,
         ledger: Path,
         saver: CommandSource,
+        sleeper: Sleeper | None = None,
         source: CommandSource | None = None,
     ) -> None:
         self._trainer = trainer
@@ -104,8 +107,9 @@ class TrainGroup:
         self._runtime = runtime
         self._farewell = farewell
         self._saver = saver
+        self._sleeper = sleeper
         self._source = source
-        self._sources = {source.kind: source for source in (saver, source) if source is not None}
+        self._sources = {source.kind: source for source in (saver, sleeper, source) if source is not None}
         self._ledger = ledger
         self._trained_last = False
 
@@ -124,7 +128,14 @@ class TrainGroup:
                     self._sources[command["kind"]].execute(command)
             if any(row[0] for row in self._ranks.gather_ints([int(self._farewell.is_requested)])):
                 self._farewell.request()
-            self._board.enter("idle", "a grid or a request")
+            if self._is_asleep:
+                self._board.enter("asleep", "its turn")
+            else:
+                self._board.enter("idle", "a grid or a request")
+
+    @property
+    def _is_asleep(self) -> bool:
+        return self._sleeper is not None and self._sleeper.is_asleep
 
     def _decide(self) -> dict[str, Any]:
         heartbeat_at = time.monotonic() + self._runtime.heartbeat_s
@@ -134,8 +145,13 @@ class TrainGroup:
             assert self._receiver is not None
             if self._receiver.failure is not None:
                 raise self._receiver.failure
-            if self._saver.pending():
+            if self._saver.pending() and not self._is_asleep:
                 return self._saver.next_command()
+            if self._sleeper is not None and self._sleeper.pending():
+                return self._sleeper.next_command()
+            if self._is_asleep:
+                time.sleep(POLL_S)
+                continue
             step = self._receiver.waiting_step()
             wants_other = self._source is not None and self._source.pending()
             if step is not None and not (wants_other and self._trained_last):

@@ -81,6 +81,13 @@ class Moments:
         """Where the moments live."""
         return {piece.moments.device for piece in self._pieces}
 
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that live on `device`, by the first parameter of their piece."""
+        for number, piece in enumerate(self._pieces):
+            if piece.moments.device == device:
+                name = self._names[piece.slices[0].index] if piece.slices else ""
+                yield f"moments of piece {number} ({name})", piece.moments
+
     @torch.no_grad()
     def step(self, parameters: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor], *, lr: float) -> None:
         """One step of the parameters that have a gradient; the others and their moments stay as they are.

@@ -14,7 +14,7 @@ Notable:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,8 +147,7 @@ class Optimizer:
         Raises:
             NonFiniteError: when this is the third skipped step in a row.
         """
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.release_gradients()
         micro_batches, losses = list(micro_batches), list[torch.Tensor]()
         sums: dict[str, float] = {}
         for micro_batch in micro_batches:
@@ -188,6 +187,15 @@ class Optimizer:
         self._moments.load_state_dict(state["moments"])
         self.num_updates = int(state["num_updates"])
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
+
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Its own tensors that live on `device`, by name."""
+        return self._moments.tensors(device)
+
+    def release_gradients(self) -> None:
+        """Let the last update's gradients go; the next one makes its own."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _active(self) -> list[int]:
         """Indices of the parameters that this update trains; the same on all ranks."""

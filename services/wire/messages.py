@@ -56,7 +56,7 @@ class TrainStatus(msgspec.Struct):
     role: str
     """"policy" or "critic" """
     state: str
-    """loading | idle | scoring | training | publishing | saving | stopping"""
+    """loading | idle | scoring | training | publishing | saving | falling asleep | asleep | waking up | stopping"""
     steps_done: int
     """grids fully applied: the critic's `critic_step`, the policy's version"""
     updates_done: int

@@ -13,6 +13,7 @@ WRITTEN_DOWN = {
     "orchestrator/routing.py",
     "orchestrator/checkpointer.py",
     "orchestrator/alarms.py",
+    "orchestrator/turns.py",
 }
 """Events with their time."""
 COMPARED = {"services/runtime/leases.py"}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from services.config.context import RunContext
 from services.config.schema import Config
-from services.inference.client import EngineClient, Generation
+from services.inference.client import Asleep, EngineClient, Generation
 from services.model.tiny import EOS_ID
 from services.runtime.auth import Token, make_secrets, read_token
 from services.runtime.guard import descendants
@@ -31,6 +31,7 @@ from tests.engines import (
     generation_across_update,
     largest_difference,
     make_snapshot,
+    tokens_flow,
     vllm_engine,
 )
 from tests.spies import listening
@@ -157,6 +158,45 @@ async def test_an_abort_with_continuation_has_an_exact_boundary(client: EngineCl
     assert (old, new, end) == (0, 1, 450)
     assert largest_difference(snapshots[0], PROMPT, generation, 0, boundary) < TOLERANCE
     assert largest_difference(snapshots[1], PROMPT, generation, boundary, 450) < TOLERANCE
+
+
+@pytest.mark.parametrize("tells_versions", [True, False])
+async def test_a_sleep_leaves_weights_and_answers_as_they_were_and_requests_go_on_from_their_tokens(
+    client: EngineClient, snapshots: list[Path], tells_versions: bool
+) -> None:
+    """Requests in flight, one that comes meanwhile, and an update that has to wait; twice in turn."""
+    client._tells_versions = tells_versions
+    greedy = await sample(client, temperature=0.0)
+    for turn in range(2):
+        running = [asyncio.create_task(sample(client, seed=10 * turn + i, max_tokens=400)) for i in range(4)]
+        await tokens_flow(client)
+        await client.sleep(deadline_s=60)
+        assert json.loads(await client.request("GET", "/is_sleeping")) == {"is_sleeping": True}
+        assert await client.request("GET", "/health") == b""
+        running.append(asyncio.create_task(sample(client)))
+        with pytest.raises(Asleep, match="sleeps"):
+            await client.update_weights(snapshots[1], 1, deadline_s=60)
+        await asyncio.sleep(0.3)
+        assert not running[-1].done()
+        await client.wake_up(deadline_s=60)
+        assert json.loads(await client.request("GET", "/is_sleeping")) == {"is_sleeping": False}
+        generations = await asyncio.gather(*running)
+        assert [len(generation.token_ids) for generation in generations] == [400] * 4 + [24]
+        for generation in generations:
+            num_tokens = len(generation.token_ids)
+            assert [tuple(span) for span in generation.spans] == [(0, num_tokens, 0)]
+            assert largest_difference(snapshots[0], PROMPT, generation, 0, num_tokens) < TOLERANCE
+        assert (await sample(client, temperature=0.0)).token_ids == greedy.token_ids
+
+
+async def test_the_checksum_is_that_of_the_weights_it_samples_from(client: EngineClient, snapshots: list[Path]) -> None:
+    """One worker, so one sum; another with another snapshot, and the first again with the first."""
+    sums = [await client._sum_weights()]
+    for version in (1, 0):
+        await client.update_weights(snapshots[version], version, deadline_s=60)
+        sums.append(await client._sum_weights())
+    assert [len(one) for one in sums] == [1, 1, 1]
+    assert sums[0] == sums[2] != sums[1]
 
 
 @pytest.mark.parametrize("what", ["missing tensor", "not finite"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.inference.client import EngineClient
+from services.inference.client import Asleep, EngineClient
 from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost
 
 EOS = 4
@@ -240,6 +240,208 @@ async def test_a_continuation_asks_for_the_rest_with_another_seed() -> None:
     assert bodies[1]["sampling_params"]["max_tokens"] == 2
     assert bodies[0]["sampling_params"]["seed"] != bodies[1]["sampling_params"]["seed"]
     assert bodies[0]["request_id"] != bodies[1]["request_id"]
+
+
+class Sleeper:
+    """What an engine says of its sleep."""
+
+    def __init__(self) -> None:
+        self.is_asleep = False
+        self.sums: Any = ["a1", "b2"]
+        self.query = ""
+
+    def sleep(self, request: web.Request) -> dict:
+        self.query = request.query_string
+        self.is_asleep = True
+        return {}
+
+    def wake_up(self, _: web.Request) -> dict:
+        self.is_asleep = False
+        return {}
+
+    def is_sleeping(self, _: web.Request) -> dict:
+        return {"is_sleeping": self.is_asleep}
+
+    def collective_rpc(self, _: web.Request) -> Any:
+        return self.sums if isinstance(self.sums, web.Response) else {"results": self.sums}
+
+    def routes(self, **others: Route) -> dict[str, Route]:
+        own = {name: getattr(self, name) for name in ("sleep", "wake_up", "is_sleeping", "collective_rpc")}
+        return own | others
+
+
+async def test_a_sleep_and_a_wake_speak_in_this_order_and_say_a_thing_once() -> None:
+    sleeper = Sleeper()
+    async with engine(**sleeper.routes()) as client:
+        await client.wake_up(deadline_s=5)
+        await client.sleep(deadline_s=5)
+        assert client.is_asleep
+        await client.sleep(deadline_s=5)
+        assert client.calls == ["collective_rpc", "sleep", "is_sleeping"]
+        assert sleeper.query == "level=1&mode=abort"
+        del client.calls[:]
+        await client.wake_up(deadline_s=5)
+        assert not client.is_asleep
+        await client.wake_up(deadline_s=5)
+    assert client.calls == ["wake_up", "is_sleeping", "collective_rpc"]
+
+
+@pytest.mark.parametrize("tells_versions", [True, False])
+async def test_a_request_across_a_sleep_goes_on_from_its_tokens_and_nothing_is_sent_meanwhile(
+    tells_versions: bool,
+) -> None:
+    """One request is aborted with a token, one reached the engine too late to be, one comes during the sleep."""
+    sleeper, put_to_sleep = Sleeper(), asyncio.Event()
+    bodies: list[dict] = []
+    changes = {} if tells_versions else {"weight_versions": None}
+
+    def sleep(request: web.Request) -> dict:
+        put_to_sleep.set()
+        return sleeper.sleep(request)
+
+    async def generate_slowly(request: web.Request) -> dict:
+        assert not sleeper.is_asleep
+        body = await request.json()
+        bodies.append(body)
+        if put_to_sleep.is_set():
+            return reply([7] * body["sampling_params"]["max_tokens"], **changes)
+        if len(bodies) == 1:
+            await put_to_sleep.wait()
+            return reply([6], finish_reason="abort", **changes)
+        await asyncio.sleep(60)
+        return {}
+
+    routes = sleeper.routes(sleep=sleep, generate=generate_slowly)
+    if not tells_versions:
+        routes["weight_info"] = lambda _: web.Response(status=404)
+    async with engine(**routes) as client:
+        running = [asyncio.create_task(generate(client)) for _ in range(2)]
+        while len(bodies) < 2:
+            await asyncio.sleep(0.01)
+        await client.sleep(deadline_s=20)
+        running.append(asyncio.create_task(generate(client)))
+        await asyncio.sleep(0.1)
+        assert len(bodies) == 2
+        assert not any(task.done() for task in running)
+        await client.wake_up(deadline_s=5)
+        generations = await asyncio.gather(*running)
+    assert sorted(generation.token_ids for generation in generations) == [[6, 7, 7], [7, 7, 7], [7, 7, 7]]
+    version = 3 if tells_versions else 0
+    assert all([tuple(span) for span in generation.spans] == [(0, 3, version)] for generation in generations)
+    assert sorted(body["token_ids"] for body in bodies[2:]) == [[1, 2], [1, 2], [1, 2, 6]]
+
+
+async def test_the_time_asleep_is_not_a_generations_own_and_the_rest_of_its_time_is() -> None:
+    async def hang(_: web.Request) -> dict:
+        await asyncio.sleep(60)
+        return {}
+
+    async with engine(**Sleeper().routes(generate=hang)) as client:
+        await client.wait_ready(5)
+        await client.sleep(deadline_s=5)
+        running = asyncio.create_task(generate(client, deadline_s=0.4))
+        await asyncio.sleep(0.8)
+        assert not running.done()
+        await client.wake_up(deadline_s=5)
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="generation"):
+            await running
+    assert 0.2 < time.monotonic() - started < 5
+
+
+async def test_an_update_of_an_engine_that_sleeps_is_refused_at_once_and_nothing_is_sent() -> None:
+    async with engine(**Sleeper().routes()) as client:
+        await client.sleep(deadline_s=5)
+        del client.calls[:]
+        with pytest.raises(Asleep, match="sleeps"):
+            await client.update_weights("/x", 4, deadline_s=60)
+        assert client.calls == []
+        await client.wake_up(deadline_s=5)
+
+
+async def test_an_update_and_a_sleep_take_turns() -> None:
+    """Both are asked for at once: the sleep begins when the update is done."""
+    sleeper = Sleeper()
+    async with engine(**sleeper.routes()) as client:
+        await client.wait_ready(5)
+        del client.calls[:]
+        await asyncio.gather(client.update_weights("/x", 4, deadline_s=5), client.sleep(deadline_s=5))
+    update = ["pause", "collective_rpc", "update_weight_version", "resume"]
+    assert client.calls == [*update, "collective_rpc", "sleep", "is_sleeping"]
+
+
+async def test_weights_that_woke_up_other_than_they_fell_asleep_are_never_sampled_from() -> None:
+    sleeper = Sleeper()
+    async with engine(**sleeper.routes(generate=lambda _: reply([5, 6, 7]))) as client:
+        await client.wait_ready(5)
+        await client.sleep(deadline_s=5)
+        sleeper.sums = ["a1", "00"]
+        with pytest.raises(ContractError, match=rf"{client.url} woke up with other weights.*'00'.*'b2'"):
+            await client.wake_up(deadline_s=5)
+        assert client.is_asleep
+        running = asyncio.create_task(generate(client))
+        await asyncio.sleep(0.1)
+        assert "generate" not in client.calls
+        running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("sums", "error"),
+    [
+        (web.Response(status=400, text="no such method"), ContractError),
+        (web.Response(status=500, text="no such method"), DependencyLost),
+        ([], ContractError),
+        ({"sum": 1}, ContractError),
+    ],
+)
+async def test_an_engine_that_cannot_sum_its_weights_is_not_put_to_sleep(sums: Any, error: type) -> None:
+    sleeper = Sleeper()
+    sleeper.sums = sums
+    async with engine(**sleeper.routes(generate=lambda _: reply([5, 6, 7]))) as client:
+        with pytest.raises(error, match=f"{client.url} .*checksum"):
+            await client.sleep(deadline_s=5)
+        assert "sleep" not in client.calls
+        assert not client.is_asleep
+        assert (await generate(client)).token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("what", ["says it does not sleep", "fails", "never answers"])
+async def test_an_engine_that_does_not_fall_asleep_is_told_to_wake_up_and_requests_go_on(what: str) -> None:
+    async def refuse(_: web.Request) -> Any:
+        if what == "never answers":
+            await asyncio.sleep(60)
+        return web.Response(status=500, text="boom") if what == "fails" else {}
+
+    error, words = {
+        "says it does not sleep": (ContractError, "does not sleep"),
+        "fails": (DependencyLost, "boom"),
+        "never answers": (DeadlineExceeded, "fall asleep"),
+    }[what]
+    async with engine(**Sleeper().routes(sleep=refuse, generate=lambda _: reply([5, 6, 7]))) as client:
+        started = time.monotonic()
+        with pytest.raises(error, match=words):
+            await client.sleep(deadline_s=0.5)
+        assert time.monotonic() - started < 5
+        assert client.calls[-1] == "wake_up"
+        assert not client.is_asleep
+        assert (await generate(client)).token_ids == [5, 6, 7]
+
+
+async def test_an_engine_that_stays_asleep_is_an_error_and_may_be_woken_again() -> None:
+    sleeper = Sleeper()
+    wakes: list[bool] = []
+
+    def wake_the_second_time(request: web.Request) -> dict:
+        wakes.append(True)
+        return sleeper.wake_up(request) if len(wakes) == 2 else {}
+
+    async with engine(**sleeper.routes(wake_up=wake_the_second_time)) as client:
+        await client.sleep(deadline_s=5)
+        with pytest.raises(ContractError, match=f"{client.url} was woken up"):
+            await client.wake_up(deadline_s=5)
+        assert client.is_asleep
+        await client.wake_up(deadline_s=5)
+        assert not client.is_asleep
 
 
 def test_the_client_and_the_vllm_command_never_import_torch() -> None:

@@ -63,6 +63,19 @@ def test_the_prefix_cache_goes_where_updates_do_not_clear_it(context: RunContext
     assert "--no-enable-prefix-caching" in vllm_command(config_of(clear_cache_on_update=False), context, 1)[0]
 
 
+@pytest.mark.parametrize(
+    ("sharing", "device", "expected"),
+    [("time", "cuda", True), ("time", "cpu", False), ("time_train", "cuda", False), ("none", "cuda", False)],
+)
+def test_an_engine_can_give_its_memory_back_where_it_shares_gpus_in_turns(
+    context: RunContext, sharing: str, device: str, expected: bool
+) -> None:
+    config = config_of()
+    deployment = config.deployment.model_copy(update={"sharing": sharing, "device": device})
+    argv, _ = vllm_command(config.model_copy(update={"deployment": deployment}), context, 1)
+    assert ("--enable-sleep-mode" in argv) == expected
+
+
 def test_the_token_goes_in_by_its_files_path_and_a_middleware_asks_for_it(context: RunContext) -> None:
     without = vllm_command(config_of(), context, 1)
     argv, environment = vllm_command(config_of(), context.model_copy(update={"token_file": "/runs/x/token"}), 1)
@@ -76,7 +89,7 @@ def test_the_token_goes_in_by_its_files_path_and_a_middleware_asks_for_it(contex
 @pytest.mark.parametrize(
     "arguments",
     [["--host", "0.0.0.0"], ["--hos=0.0.0.0"], ["--api_key", "x"], ["--middleware", "m"], ["--enable-prompt-embeds"],
-     ["--enable-lora", "--config=x.yaml"], ["--uds", "x"]],
+     ["--enable-lora", "--config=x.yaml"], ["--uds", "x"], ["--no-enable-sleep-mode"]],
 )  # fmt: skip
 def test_who_reaches_the_server_and_whom_it_asks_is_not_for_vllm_args_to_say(
     context: RunContext, arguments: list[str]

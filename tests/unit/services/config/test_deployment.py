@@ -271,8 +271,14 @@ def test_a_critic_that_takes_turns_has_no_place_of_its_own(path: Path, key: str)
     )
 
 
-def test_turns_need_gpus_an_order_and_somebody_to_take_them(path: Path) -> None:
-    assert "deployment.sharing: there are no GPUs to take turns on" in only(path, *TIME, ("deployment.device", "cpu"))
+@pytest.mark.parametrize("sharing", ["time", "time_train"])
+def test_turns_can_be_tried_on_cpu(path: Path, sharing: str) -> None:
+    sizes = sized(sharing=sharing, device="cpu", num_policy_gpus=2, num_inference_gpus=2)
+    config = config_of(path, LOCAL, *sizes, ("inference.engine", "local"))
+    assert (config.num_value_gpus, config.num_engines) == (2, 2)
+
+
+def test_turns_need_an_order_and_somebody_to_take_them(path: Path) -> None:
     assert "orchestrator.schedule: critic and policy cannot both be at work" in only(
         path, *TIME, ("orchestrator.schedule", "overlap")
     )

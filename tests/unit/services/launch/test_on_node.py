@@ -47,6 +47,23 @@ def test_torchrun_on_several_nodes_is_told_its_rank_and_address_and_nothing_else
     assert node_argv(["python", "-m", "orchestrator.main"], ADDRESSES, 1) == ["python", "-m", "orchestrator.main"]
 
 
+def test_torchrun_that_waits_for_others_first_is_told_the_same_behind_the_wait() -> None:
+    wait = ["python", "-m", "services.runtime.after", "http://10.0.0.10:1/readyz", "--deadline-s", "300", "--"]
+    told = node_argv([*wait, *TORCHRUN], ADDRESSES, 0)
+    assert told == [*wait, *TORCHRUN[:3], "--node-rank", "0", "--local-addr", "10.0.0.10", *TORCHRUN[3:]]
+    engine = [*wait, "/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert node_argv(engine, ADDRESSES, 0) == engine
+
+
+def test_a_wait_before_the_command_reaches_it_whole_through_the_words_of_a_node() -> None:
+    """Two "--" on one command line: the first is on_node's, the second the wait's. Nobody listens, so it ends late."""
+    wait = ("services.runtime.after", "http://127.0.0.1:9/readyz", "--deadline-s", "0.1", "--")
+    with start("--addresses", "127.0.0.1", "--", sys.executable, "-m", *wait, sys.executable, "-c", REPORT) as process:
+        assert process.wait(timeout=30) == 69
+        assert process.stderr is not None
+        assert process.stderr.read() == "http://127.0.0.1:9/readyz had not loaded after 0.1 s\n"
+
+
 def test_gpus_are_counted_among_those_that_slurm_left_visible() -> None:
     assert node_env({}, "10.0.0.9", ["0", "2"])["CUDA_VISIBLE_DEVICES"] == "0,2"
     assert node_env({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "10.0.0.9", ["0", "2"])["CUDA_VISIBLE_DEVICES"] == "4,6"

@@ -14,8 +14,10 @@ from services.config.context import Host, RunContext
 from services.config.ports import port_names
 from services.config.schema import Config
 from services.launch.models import ModelSource
+from services.launch.on_node import node_argv
 from services.launch.placement import place, port_hosts
 from services.launch.planner import LOCAL, Plan, ProcessPlan, Site, plan
+from services.runtime.after import split_wait
 
 SITE = Site(Path("/project"), "/usr/bin/python3", torch_version="2.13.0+cpu")
 HOSTS = [Host(f"n{index}", f"10.0.0.{index + 1}") for index in range(5)]
@@ -249,3 +251,77 @@ def test_time_shared_roles_see_the_same_devices() -> None:
     layout = lay_out(config_of(kind="local", sharing="time", num_policy_gpus=4, num_inference_gpus=4, tp=4))
     seen = {name: process_of(layout, name).env["CUDA_VISIBLE_DEVICES"] for name in ("inference", "policy", "value")}
     assert set(seen.values()) == {"0,1,2,3"}
+
+
+# ---------------------------------------------------------------- one after another
+
+
+TIME = {"kind": "local", "sharing": "time", "num_policy_gpus": 4, "num_inference_gpus": 4}
+
+
+def waits_for(process: ProcessPlan) -> str | None:
+    """Whose `/readyz` a process waits for; the wait is checked word by word."""
+    wait, command = split_wait(process.argv)
+    assert process.argv == [*wait, *command] and "services.runtime.after" not in command
+    if not wait:
+        return None
+    python, dash_m, module, url, *rest = wait
+    assert (python, dash_m, module, rest) == (
+        "/usr/bin/python3",
+        "-m",
+        "services.runtime.after",
+        ["--deadline-s", "1800", "--"],
+    )
+    return url
+
+
+def test_who_shares_devices_loads_once_the_one_before_it_sleeps() -> None:
+    layout = lay_out(config_of(tp=2, runtime={"startup_deadline_s": 1800.0}, **TIME))
+    policy, value = (process_of(layout, name).ready_url for name in ("policy", "value"))
+    assert policy.endswith(f":{layout.ports['policy_http_port']}/readyz")
+    assert value.endswith(f":{layout.ports['value_http_port']}/readyz")
+    waiting = {process.name: waits_for(process) for process in layout.processes}
+    nobody = dict.fromkeys(("router", "router-guard", "policy", "orchestrator"))
+    assert waiting == nobody | {"value": policy, "inference-0": value, "inference-1": value}
+
+
+def test_engines_with_gpus_of_their_own_wait_for_nobody() -> None:
+    runtime = {"startup_deadline_s": 1800.0}
+    layout = lay_out(config_of(tp=2, runtime=runtime, **TIME | {"sharing": "time_train"}))
+    waiting = {process.name: waits_for(process) for process in layout.processes}
+    assert {name for name, url in waiting.items() if url is not None} == {"value"}
+
+
+def test_without_a_critic_engines_wait_for_the_policy_and_without_engines_the_critic_does() -> None:
+    config = config_of(critic=False, tp=4, runtime={"startup_deadline_s": 1800.0}, **TIME)
+    layout = lay_out(config)
+    policy = process_of(layout, "policy").ready_url
+    waiting = {process.name: waits_for(process) for process in layout.processes}
+    assert waiting == {"inference": policy, "policy": None, "orchestrator": None}
+    again = lay_out(config_of(tp=4, runtime={"startup_deadline_s": 1800.0}, **TIME), replay_of=Path("/runs/old"))
+    assert [waits_for(process) is not None for process in again.processes] == [False, True, False]
+
+
+def test_nobody_waits_where_nobody_shares() -> None:
+    assert not any(waits_for(process) for process in lay_out(config_of(kind="local", num_inference_gpus=2)).processes)
+
+
+def test_on_several_nodes_every_agent_waits_for_the_first_node_s_rank_behind_the_words_of_its_node() -> None:
+    sizes = {"sharing": "time", "num_train_nodes": 2, "num_policy_gpus": 8, "num_inference_gpus": 8}
+    layout = lay_out(config_of(tp=4, **sizes))
+    value, policy_port = process_of(layout, "value"), layout.ports["policy_http_port"]
+    assert value.nodes == [0, 1]
+    words = value.argv[value.argv.index("--") + 1 :]
+    assert words[1:4] == ["-m", "services.runtime.after", f"http://10.0.0.1:{policy_port}/readyz"]
+    told = node_argv(words, ["10.0.0.1", "10.0.0.2"], 1)
+    at = told.index("torch.distributed.run")
+    assert told[at - 3 : at + 5] == [
+        "--",
+        "/usr/bin/python3",
+        "-m",
+        "torch.distributed.run",
+        "--node-rank",
+        "1",
+        "--local-addr",
+        "10.0.0.2",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from services.launch.planner import Plan, Site, plan
 from services.launch.pretrain import draw, pretraining_plan, pretraining_summary, resolve_beside
 from services.launch.progress import ProgressView
 from services.launch.record import record, recording_plan
+from services.runtime.after import split_wait
 from services.runtime.progress import Progress, ProgressFile, read_progress
 from services.wire.errors import ConfigError, UsageError
 
@@ -24,8 +26,8 @@ ROOT = Path(__file__).parents[4]
 DEMO = str(ROOT / "configs" / "demo" / "sao.toml")
 
 
-def laid_out(make: Any, **more: Any) -> Plan:
-    config = resolve([DEMO]).config
+def laid_out(make: Any, *settings: tuple[str, str], **more: Any) -> Plan:
+    config = resolve([DEMO], settings).config
     ports = {name: 5000 + number for number, name in enumerate(port_names(config))}
     where = {"run_dir": Path("/run"), "run_id": "r", "epoch": 1, "model": ModelSource(Path("/model"))}
     return make(config, ports, **where, site=Site(ROOT), **more)
@@ -46,6 +48,16 @@ def test_recording_starts_inference_and_a_recorder_and_no_trainer() -> None:
     assert [process.name for process in own.processes] == ["inference", "recorder"]
     assert own.final == "recorder"
     assert own.processes[1].argv[-5:] == ["orchestrator.record_rows", "--run-dir", "/run", "--rows", "7"]
+
+
+def test_nobody_of_them_waits_for_those_of_a_run_that_it_would_share_devices_with() -> None:
+    """A wait for the policy would last: there is none."""
+    settings = (("deployment.sharing", "time"), ("deployment.num_value_gpus", "none"))
+    waiting = [process.name for process in laid_out(plan, *settings).processes if split_wait(process.argv)[0]]
+    assert waiting == ["inference", "value"]
+    for own in (laid_out(pretraining_plan, *settings), laid_out(recording_plan, *settings, words=[])):
+        assert all(process.argv == split_wait(process.argv)[1] for process in own.processes)
+        assert own.processes[0].argv[0] == sys.executable
 
 
 def test_its_directory_is_beside_the_runs_unless_one_is_given() -> None:

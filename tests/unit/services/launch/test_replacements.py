@@ -1,4 +1,5 @@
-"""Engines behind a router, the router and its guard are started again when they are lost; nobody else is."""
+"""Engines behind a router, the router and its guard are started again when they are lost; nobody else is, and no
+engine that takes turns on its GPUs."""
 
 from __future__ import annotations
 
@@ -74,6 +75,19 @@ def test_no_other_process_is_replaced(name: str, fleet: Fleet, tmp_path: Path) -
     fleet.start(plan)
     kill(fleet, name)
     assert not Replacements(tmp_path, [plan], fleet.start).look(fleet)
+
+
+def test_an_engine_that_takes_turns_with_trainers_is_not_replaced_and_its_router_is(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    plans = [process("inference-0"), process("router")]
+    for plan in plans:
+        fleet.start(plan)
+    replacements = Replacements(tmp_path, plans, fleet.start, take_turns=True)
+    kill(fleet, "router")
+    assert replacements.look(fleet) and not fleet.exits()
+    kill(fleet, "inference-0")
+    assert not replacements.look(fleet) and fleet.exits() == {"inference-0": 137}
 
 
 def test_a_part_that_says_by_its_code_what_is_wrong_is_not_replaced(fleet: Fleet, tmp_path: Path) -> None:

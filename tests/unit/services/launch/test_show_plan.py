@@ -10,7 +10,8 @@ import pytest
 
 from services.config.resolve import resolve
 from services.config.schema import from_toml
-from services.launch.disk import commit_problem, refuse_what_cannot_run, refuse_where_no_commit_fits
+from services.launch.disk import commit_problem, refuse_where_no_commit_fits
+from services.launch.plan_facts import host_bytes
 from services.launch.plan_tables import ranges_of
 from services.launch.show_plan import print_plan
 from services.runtime.commits import Commits
@@ -153,26 +154,82 @@ def test_a_context_parallel_group_that_crosses_nodes_is_noted(capsys: pytest.Cap
     assert "value.model.cp = 2 does not divide its 3 GPUs of a node: bins cross nodes" in notes
 
 
-def test_roles_that_take_turns_are_shown_together_and_said_not_to_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    time = (
-        ("deployment.device", "cuda"),
-        ("deployment.sharing", "time"),
-        ("deployment.num_policy_gpus", "2"),
-        ("deployment.num_inference_gpus", "2"),
-    )
-    told = plain(capsys, *time)
+TIME = (
+    ("deployment.device", "cuda"),
+    ("deployment.sharing", "time"),
+    ("deployment.num_policy_gpus", "2"),
+    ("deployment.num_inference_gpus", "2"),
+)
+
+
+@pytest.fixture
+def _three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+
+
+@pytest.mark.usefixtures("_three_gpus")
+def test_of_roles_that_take_turns_the_largest_counts_on_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    told = plain(capsys, *TIME)
     assert [use["processes"] for use in told["gpus"]] == [
         ["policy", "value", "inference-0"],
         ["policy", "value", "inference-1"],
     ]
     largest = max(told["memory"][role]["total_bytes"] for role in ("policy", "value"))
     assert told["gpus"][0]["estimated_bytes"] == max(largest, told["engine_bytes"])
-    assert any("planned and shown by this release, but not carried out" in note for note in told["notes"])
-    with pytest.raises(ConfigError, match=r"deployment.sharing: .* not carried out.*; fix: give the roles GPUs of"):
-        refuse_what_cannot_run(resolve([Path("sao.toml")], list(time)))
+
+
+@pytest.mark.usefixtures("_three_gpus")
+def test_who_takes_turns_sleeps_in_host_memory_all_but_gradients_and_activations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By hand: two ranks of the policy hold parameters and two moments, 12 bytes a number, in all; the critic, whose
+    moments are in host memory already, 4 bytes a number and a head of 129; two engines in f32 the whole model each."""
+    told = plain(capsys, *TIME)
+    policy, value, engines = 12 * TINY_PARAMETERS, F32 * (TINY_PARAMETERS + 129), 2 * F32 * TINY_PARAMETERS
+    shards_are_padded = 4 * 12 * 128
+    assert list(told["backup_bytes"]) == ["localhost"]
+    backup = told["backup_bytes"]["localhost"]
+    assert policy + value + engines <= backup < policy + value + engines + shards_are_padded
+    train = plain(capsys, *TIME, ("deployment.sharing", "time_train"), ("deployment.num_inference_gpus", "1"))
+    assert train["backup_bytes"] == {"localhost": backup - engines}
+    apart = plain(capsys, ("deployment.device", "cpu"))
+    assert apart["backup_bytes"] == {}
+    assert "host memory  " not in shown(capsys, as_json=False)
+    (line,) = (line for line in shown(capsys, *TIME, as_json=False).splitlines() if line.startswith("   host memory"))
+    assert line.split() == ["host", "memory", "9.8", "MiB", "for", "who", "sleeps", "(estimated;", "localhost)"]
+
+
+def test_a_kl_penalty_s_reference_sleeps_too_and_vllm_on_cpu_is_only_paused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu = (("deployment.sharing", "time"), ("deployment.num_value_gpus", "none"))
+    before = plain(capsys, *on_cpu)["backup_bytes"]["localhost"]
+    after = plain(capsys, *on_cpu, ("policy.kl.coef", "0.1"))["backup_bytes"]["localhost"]
+    assert after - before == F32 * TINY_PARAMETERS
+    vllm = (("inference.engine", "vllm"), ("inference.vllm_python", "/bin/sh"))
+    assert plain(capsys, *on_cpu, *vllm)["backup_bytes"]["localhost"] == before - F32 * TINY_PARAMETERS
+
+
+def test_more_than_the_machine_has_is_noted_with_offloaded_moments_and_a_job_s_nodes_are_not_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank each: 12 + 4 + 4 bytes a parameter sleep, and the critic's moments, 8 more, are there anyway."""
+    on_cpu = (("deployment.sharing", "time"), ("deployment.num_value_gpus", "none"))
+    needed = plain(capsys, *on_cpu)["backup_bytes"]["localhost"] + 8 * (TINY_PARAMETERS + 129)
+    assert needed == 20 * TINY_PARAMETERS + F32 * 129 + 8 * (TINY_PARAMETERS + 129)
+
+    def notes(there: int, *more: tuple[str, str]) -> list[str]:
+        monkeypatch.setattr("services.launch.plan_facts.host_bytes", lambda: there)
+        return [note for note in plain(capsys, *on_cpu, *more)["notes"] if "host memory" in note]
+
+    assert notes(needed) == []
+    assert notes(needed - 1) == ["11.4 MiB of host memory hold who sleeps and offloaded moments, 11.4 MiB are here"]
+    assert notes(0, ("deployment.kind", "slurm")) == []
+
+
+def test_this_machine_has_memory() -> None:
+    (total,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    assert host_bytes() == 1024 * int(total.split()[1])
 
 
 def test_the_tables_of_a_job_name_nodes_and_ranges_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
