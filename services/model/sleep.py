@@ -12,10 +12,13 @@ Notable:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from loguru import logger
@@ -108,15 +111,25 @@ class HostBackup:
     def _make_room(self, num_bytes: int, *, pinned: bool) -> None:
         if len(self._host) >= num_bytes:
             return
-        if pinned and len(self._host):
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())  # pyright: ignore[reportOptionalMemberAccess]
-        self._host = torch.empty(num_bytes, dtype=torch.uint8)
-        if pinned:
-            error = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), num_bytes, 0)  # pyright: ignore[reportOptionalMemberAccess]
-            if int(error) != 0:
-                logger.warning(
-                    "{:.1f} GB of host memory cannot be pinned ({}): turns take longer", num_bytes / 1e9, error
-                )
+        self._host = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        self._host = _pinned(num_bytes) if pinned else torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    """Page-locked host memory; ordinary memory, and slower turns, where the system does not lock that much."""
+    host = torch.empty(num_bytes, dtype=torch.uint8)
+    runtime: Any = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(host.data_ptr(), num_bytes, 0))
+    if code == 0:
+        # memory that goes back to the system while it is registered could never be registered again
+        weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
+        return host
+    logger.warning(
+        "{:.1f} GB of host memory cannot be pinned (CUDA error {}): turns take longer", num_bytes / 1e9, code
+    )
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)  # CUDA would report the same error once more, to whoever comes next
+    return host
 
 
 def _blocks_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[_Block]:
