@@ -129,12 +129,15 @@ def report(shared: Outcome, resident: Outcome | None) -> None:
     if resident is not None:
         (ours, own_step), (theirs, other_step) = ends.values()
         print(f"| ratio | {ours / theirs if theirs else float('nan'):.2f} | {own_step / other_step:.2f} |")
-    print("\n| role | falls asleep, s | wakes up, s | GB that move | peak of its phases, GB |\n|---|---|---|---|---|")
+    columns = ("falls asleep, s", "wakes up, s", "GB that move", "GB that torch keeps asleep", "peak of its phases, GB")
+    print(f"\n| role | {' | '.join(columns)} |\n|---|---|---|---|---|---|")
     for role in ("inference", "critic", "policy"):
-        moved = [turn["wake_bytes"] for turn in shared.turns if turn["holder"] == role]
+        moved = [turn.get("wake_bytes", 0) for turn in shared.turns if turn["holder"] == role]
+        left = [turn.get("left_bytes", 0) for turn in shared.turns if turn["before"] == role]
         times = " | ".join(f"{shared.hand_over_s(role, word):.2f}" for word in ("sleep", "wake"))
         peak = max(shared.phases(role), default=0)
-        print(f"| {role} | {times} | {max(moved, default=0) / GB:.2f} | {peak / GB:.2f} |")
+        sizes = " | ".join(f"{number / GB:.2f}" for number in (max(moved, default=0), max(left, default=0), peak))
+        print(f"| {role} | {times} | {sizes} |")
     peaks = [peak for role in ("inference", "critic", "policy") for peak in shared.phases(role)]
     if any(peaks):
         print(f"\nPeak of the hand-overs {shared.between() / GB:.2f} GB; largest phase {max(peaks) / GB:.2f} GB.")

@@ -19,7 +19,7 @@ from loguru import logger
 
 from services.transport.http import get_json, post_json
 from services.wire.errors import ContractError, DeadlineExceeded, DependencyLost
-from services.wire.messages import TrainStatus
+from services.wire.messages import SleepReply, TrainStatus
 
 POLL_S = 0.02
 LOST_AFTER_S = 10.0
@@ -64,19 +64,20 @@ class TrainClient:
         if step >= 0:
             await self._poll(lambda status: status.steps_done > step, f"{self.name} to finish step {step}", deadline_s)
 
-    async def change(self, change: Literal["sleep", "wake_up"], *, deadline_s: float) -> int:
-        """Have the group sleep or wake; bytes that moved, 0 where it was so already.
+    async def change(self, change: Literal["sleep", "wake_up"], *, deadline_s: float) -> SleepReply:
+        """Have the group sleep or wake.
 
         Raises:
             ContractError: It says that it did something else.
             DeadlineExceeded, DependencyLost: It did not answer in time, or ended.
         """
-        reply = await post_json(self._session, f"{self._url}/{change}", deadline_s=deadline_s, pure=True)
-        if (reply["state"] == "asleep") != (change == "sleep"):
+        raw = await post_json(self._session, f"{self._url}/{change}", deadline_s=deadline_s, pure=True)
+        reply = msgspec.convert(raw, SleepReply)
+        if (reply.state == "asleep") != (change == "sleep"):
             raise ContractError(
-                f"{self.name} was asked to {change.replace('_', ' ')} and says that it is {reply['state']}"
+                f"{self.name} was asked to {change.replace('_', ' ')} and says that it is {reply.state}"
             )
-        return int(reply["num_bytes"])
+        return reply
 
     async def checkpoint(self, step: int, *, deadline_s: float) -> int:
         """Have the group write its part of the commit after `step` finished steps; its size in bytes.

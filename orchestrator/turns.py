@@ -34,12 +34,12 @@ Role = Literal["inference", "critic", "policy"]
 class Sleeper(Protocol):
     """A role that gives its devices back and takes them again."""
 
-    async def sleep(self) -> int:
-        """Wait until it is done, and let it sleep; bytes that left the device, 0 where nobody knows."""
+    async def sleep(self) -> dict[str, int]:
+        """Wait until it is done, and let it sleep; bytes that it tells of."""
         ...
 
-    async def wake_up(self) -> int:
-        """Let it wake; bytes that came back."""
+    async def wake_up(self) -> dict[str, int]:
+        """Let it wake; bytes that it tells of."""
         ...
 
 
@@ -108,15 +108,15 @@ class Turns:
     def _held_s(self) -> float:
         return time.monotonic() - self._since
 
-    async def _change(self, role: Role, word: str, work: Callable[[], Awaitable[int]]) -> dict[str, Any]:
+    async def _change(self, role: Role, word: str, work: Callable[[], Awaitable[dict[str, int]]]) -> dict[str, Any]:
         self._on_wait(f"{role} to {word}")
         started = time.monotonic()
         num_bytes = await work()
         took = time.monotonic() - started
         self._count(f"turns/{role}_{word}_s", took)
-        if num_bytes:
-            self._count(f"turns/{role}_{word}_bytes", float(num_bytes))
-        return {f"{word}_s": round(took, 3), f"{word}_bytes": num_bytes}
+        for what, number in num_bytes.items():
+            self._count(f"turns/{role}_{what}_bytes", float(number))
+        return {f"{word}_s": round(took, 3)} | {f"{what}_bytes": number for what, number in num_bytes.items()}
 
     def _count(self, name: str, amount: float) -> None:
         self._row[name] = self._row.get(name, 0.0) + amount
@@ -136,14 +136,15 @@ class SharedTrainer:
         self._num_sent = num_sent
         self._deadline_s = deadline_s
 
-    async def sleep(self) -> int:
+    async def sleep(self) -> dict[str, int]:
         """See `Sleeper`."""
         await self._client.wait_done(self._num_sent() - 1, deadline_s=self._deadline_s)
-        return await self._client.change("sleep", deadline_s=self._deadline_s)
+        reply = await self._client.change("sleep", deadline_s=self._deadline_s)
+        return {"sleep": reply.num_bytes, "left": reply.device_bytes}
 
-    async def wake_up(self) -> int:
+    async def wake_up(self) -> dict[str, int]:
         """See `Sleeper`."""
-        return await self._client.change("wake_up", deadline_s=self._deadline_s)
+        return {"wake": (await self._client.change("wake_up", deadline_s=self._deadline_s)).num_bytes}
 
 
 class SharedEngines:
@@ -175,7 +176,7 @@ class SharedEngines:
         self._deadline_s = deadline_s
         self._ending_deadline_s = ending_deadline_s
 
-    async def sleep(self) -> int:
+    async def sleep(self) -> dict[str, int]:
         """See `Sleeper`. At the end of a run rollouts are cut, and an engine that is gone holds nothing."""
         self._producer.hold()
         has_time = await self._unless_ending(self._producer.at_rest)
@@ -185,12 +186,12 @@ class SharedEngines:
         for result in await asyncio.gather(*changes, return_exceptions=True):
             if isinstance(result, BaseException) and (has_time or not isinstance(result, DependencyLost)):
                 raise result
-        return 0
+        return {}
 
-    async def wake_up(self) -> int:
+    async def wake_up(self) -> dict[str, int]:
         """See `Sleeper`. At the end of a run nobody needs them."""
         await self._unless_ending(self._all_awake)
-        return 0
+        return {}
 
     async def _all_awake(self) -> bool:
         await asyncio.gather(*(engine.wake_up(deadline_s=self._deadline_s) for engine in self._engines))

@@ -181,13 +181,13 @@ class Group:
         async def sleep() -> dict[str, Any]:
             self.log.append(f"{self.stream} sleeps")
             self.board.enter("asleep", "its turn")
-            return {"state": "asleep", "num_bytes": 10}
+            return {"role": self.stream, "state": "asleep", "num_bytes": 10, "seconds": 0.0, "device_bytes": 3}
 
         @app.post("/wake_up")
         async def wake_up() -> dict[str, Any]:
             self.log.append(f"{self.stream} wakes")
             self.board.enter("idle", "a grid or a request")
-            return {"state": "idle", "num_bytes": 10}
+            return {"role": self.stream, "state": "idle", "num_bytes": 10, "seconds": 0.0, "device_bytes": 13}
 
         return app
 

@@ -31,7 +31,7 @@ from services.training.sleeper import Sleeper
 from services.transport.bounded_http import bounded
 from services.transport.token_guard import TokenGuard
 from services.wire.errors import DependencyLost
-from services.wire.messages import CheckpointRequest, TrainStatus
+from services.wire.messages import CheckpointRequest, SleepReply, TrainStatus
 
 MAX_COMMAND_BYTES = 4096
 BODY_GRACE_S = 5.0
@@ -49,25 +49,9 @@ _READY: _Responses = {
 }
 _STATUS_SCHEMA = msgspec.json.schema_components((TrainStatus,))[1]["TrainStatus"]
 _STATUS: _Responses = {200: {"description": "The status.", "content": {"application/json": {"schema": _STATUS_SCHEMA}}}}
+_SLEEP_SCHEMA = msgspec.json.schema_components((SleepReply,))[1]["SleepReply"]
 _CHANGED: _Responses = {
-    200: {
-        "description": "It sleeps, or is awake; bytes of rank 0 that moved, none where it was so already.",
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "role": {"type": "string"},
-                        "state": {"type": "string"},
-                        "num_bytes": {"type": "integer"},
-                        "seconds": {"type": "number"},
-                        "device_bytes": {"type": "integer"},
-                    },
-                    "required": ["role", "state", "num_bytes", "seconds", "device_bytes"],
-                }
-            }
-        },
-    }
+    200: {"description": "Every rank sleeps, or is awake.", "content": {"application/json": {"schema": _SLEEP_SCHEMA}}}
 }
 _METRICS: _Responses = {200: {"description": "Text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
@@ -138,7 +122,7 @@ def _add_checkpoint(app: FastAPI, saver: Saver, board: StatusBoard) -> None:
         return _json(answer.status, answer.body)
 
 
-def _json(status: int, body: dict[str, object]) -> Response:
+def _json(status: int, body: object) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 

@@ -26,6 +26,7 @@ from services.model.sleep import HostBackup, own_memory
 from services.training.board import StatusBoard
 from services.training.parts import Part, reshard
 from services.wire.errors import ContractError
+from services.wire.messages import SleepReply
 
 Change = Literal["sleep", "wake_up"]
 NAMES_TOLD = 3
@@ -48,17 +49,17 @@ class Sleeper:
         self._board = board
         self._models = (part.model, *others)
         self._backup = HostBackup(self._tensors)
-        self._queue: deque[tuple[Change, Future[dict[str, Any]]]] = deque()
-        self._answer: Future[dict[str, Any]] | None = None
+        self._queue: deque[tuple[Change, Future[SleepReply]]] = deque()
+        self._answer: Future[SleepReply] | None = None
 
     @property
     def is_asleep(self) -> bool:
         """The same on every rank."""
         return self._backup.is_asleep
 
-    def submit(self, change: Change) -> Future[dict[str, Any]]:
+    def submit(self, change: Change) -> Future[SleepReply]:
         """Ask for a change (any thread of rank 0); answered when every rank has made it."""
-        answer: Future[dict[str, Any]] = Future()
+        answer: Future[SleepReply] = Future()
         self._queue.append((change, answer))
         return answer
 
@@ -82,9 +83,8 @@ class Sleeper:
         started = time.monotonic()
         num_bytes = self.fall_asleep() if command["change"] == "sleep" else self.wake_up()
         if answer is not None and answer.running():
-            state = "asleep" if self.is_asleep else "idle"
-            took = {"num_bytes": num_bytes, "seconds": round(time.monotonic() - started, 4)}
-            answer.set_result({"role": self._part.role, "state": state, **took, "device_bytes": self._on_device()})
+            state, seconds = "asleep" if self.is_asleep else "idle", round(time.monotonic() - started, 4)
+            answer.set_result(SleepReply(self._part.role, state, num_bytes, seconds, self._on_device()))
 
     def wait(self, timeout_s: float) -> None:
         """Nothing to wait on: a change may be a few milliseconds late."""

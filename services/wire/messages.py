@@ -50,6 +50,20 @@ class CheckpointRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """finished steps of the run, as in `checkpoints/step_000012`"""
 
 
+class SleepReply(msgspec.Struct, frozen=True):
+    """Reply to `POST /sleep` and `POST /wake_up` of a train group; the figures are rank 0's."""
+
+    role: str
+    """"policy" or "critic" """
+    state: str
+    """asleep | idle"""
+    num_bytes: int
+    """that moved; 0 where the group was so already"""
+    seconds: float
+    device_bytes: int
+    """that torch holds on the GPU now; 0 on CPU"""
+
+
 class TrainStatus(msgspec.Struct):
     """`GET /status` of a train group."""
 

@@ -50,7 +50,7 @@ def test_asleep_the_device_has_its_memory_back_and_awake_the_same_seed_draws_the
         engine.sleep().result(WAIT_S)
         assert awake_bytes - torch.cuda.memory_reserved() > CACHE_BYTES
         assert torch.cuda.mem_get_info()[0] - free_bytes > CACHE_BYTES
-        assert torch.cuda.memory_allocated() < 2**26
+        assert torch.cuda.memory_allocated() < 2**27, "more than cuBLAS keeps for itself"
         engine.wake_up().result(WAIT_S)
         assert engine.weights_checksum().result(WAIT_S) == weights
         again = sample()

@@ -69,7 +69,7 @@ def test_asleep_the_device_has_its_memory_back_and_awake_the_steps_are_the_same(
             if sleeps:
                 allocated, free = torch.cuda.memory_allocated() - before, torch.cuda.mem_get_info()[0]
                 moved = sleeper.fall_asleep()
-                assert moved > 0.9 * allocated
+                assert moved > 0.7 * allocated, "gradients are let go"
                 assert torch.cuda.memory_allocated() - before < 0.05 * allocated
                 assert torch.cuda.mem_get_info()[0] - free > 0.9 * allocated
                 assert sleeper.wake_up() == moved

@@ -93,6 +93,7 @@ async def test_all_roles_take_turns_in_one_order(tmp_path: Path, server: Server,
     assert steps_of(rows) == [0, 1, 2]
     assert rows[1]["turns/policy_sleep_s"] > 0.05, "it waits for the step of the policy first"
     assert rows[1]["turns/critic_wake_bytes"] == rows[1]["turns/critic_sleep_bytes"] == 10
+    assert rows[1]["turns/critic_left_bytes"] == 3
     events = [event for event in read_lines(stage.run_dir / "events.jsonl") if event["event"] == "turn"]
     assert [event["holder"] for event in events] == ["critic", "policy", "inference"] * 3 + ["policy", "critic"]
     assert [event["before"] for event in events][:3] == ["inference", "critic", "policy"]
@@ -275,17 +276,17 @@ class Counting:
         self.changes: list[str] = []
         self.fails = ""
 
-    async def _change(self, word: str) -> int:
+    async def _change(self, word: str) -> dict[str, int]:
         self.changes.append(word)
         await asyncio.sleep(0)
         if word == self.fails:
             raise ContractError(f"cannot {word}")
-        return 7
+        return {word: 7}
 
-    async def sleep(self) -> int:
+    async def sleep(self) -> dict[str, int]:
         return await self._change("sleep")
 
-    async def wake_up(self) -> int:
+    async def wake_up(self) -> dict[str, int]:
         return await self._change("wake")
 
 
