@@ -205,14 +205,13 @@ class Loop:
 
     async def _score(self, groups: list[Group]) -> None:
         """Score the batch, one request a group, where the critic had to wait for its turn to do so."""
-        if not self._parts.turns.includes("critic") or self._parts.scorer is None:
-            return
-        await self._parts.turns.take("critic")
-        if self._parts.is_replay:  # it was scored as it was taken
+        turns, scorer = self._parts.turns, self._parts.scorer
+        # engines that share are held at once: no rollout starts between the end of the batch and here
+        await turns.take("critic" if turns.includes("critic") else "policy")
+        if scorer is None or not turns.includes("critic") or self._parts.is_replay:  # a replay scores what it takes
             return
         self._parts.telemetry.enter("values of the batch")
         deadline_s = self._config.orchestrator.score_deadline_s
-        scorer = self._parts.scorer
         await asyncio.gather(*(score_group(group, scorer, deadline_s=deadline_s) for group in groups))
 
     async def _commit(self, step: int) -> None:

@@ -93,7 +93,7 @@ class Turns:
         self._events.write({"time_s": round(time.time(), 3), "event": "turn", **facts})
 
     def take_row(self) -> dict[str, float]:
-        """What hand-overs cost since the last call, by role; and how long each role had the devices."""
+        """What hand-overs cost since the last call, by role."""
         row, self._row = self._row, {}
         return row
 

@@ -8,6 +8,7 @@ Notable:
   process told to end).
 - Results are kept in DIR, a book a part: the next soak makes the cells that have none, or that failed. The page is
   about all of them, and says where each was made: `--merge` adds the books of another machine.
+- With `--time-shared` all roles of the runs take turns. Its results have a folder and a page of their own.
 - A cell wants about three cores; `--jobs` makes several at once. It needs the packages, but no installed project.
 - Exit 0 only if no cell of this soak failed.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -116,11 +118,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=180.0, help="begin no cell after so many (default: 180)")
     parser.add_argument("--seed", type=int, default=0, help="of the order, the moments and the runs (default: 0)")
     parser.add_argument("--merge", type=Path, metavar="DIR", help="add the books in DIR, write the page, and end")
-    parser.add_argument(
-        "--dir", type=Path, default=ROOT / "runs" / "soak", help="runs and results (default: runs/soak)"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "soak.md", help="the page")
+    parser.add_argument("--time-shared", action="store_true", help="kills and signals in runs whose roles take turns")
+    parser.add_argument("--dir", type=Path, help="runs and results (default: runs/soak)")
+    parser.add_argument("--out", type=Path, help="the page")
     args = parser.parse_args()
+    name = "soak-time-shared" if args.time_shared else "soak"
+    args.dir = args.dir or ROOT / "runs" / name
+    args.out = args.out or ROOT / "benchmarks" / "results" / f"{name.replace('-', '_')}.md"
+    if args.time_shared:
+        os.environ["COUNTERPOINT_SOAK_SHARED"] = "1"  # read by the modules of the cells
+        args.parts = args.parts or ["kills", "signals"]
     if unknown := {*args.parts} - {*PARTS}:
         parser.error(f"no part: {', '.join(sorted(unknown))}")
     args.dir = args.dir.resolve()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_book import read_lines
-from soak_phases import MAX_STEPS, UPDATES_PER_BATCH, Run, left_of, taken_ports
+from soak_phases import MAX_STEPS, NUM_RANKS, UPDATES_PER_BATCH, Run, left_of, taken_ports
 
 from services.config.system import RuntimeConfig
 from services.runtime.commits import Commits
@@ -25,7 +25,6 @@ MARGIN_S = 5.0
 """For interpreters to end on a loaded machine."""
 REFUSAL_DEADLINE_S = 60.0
 _RUN_DEADLINE_S = 240.0
-RANKS = {"critic": 2, "policy": 1}
 STREAMS = ("rollout", "credit", "critic", "policy")
 
 
@@ -115,7 +114,7 @@ def _ledger_problems(run_dir: Path, resumed_at: int | None, epoch: int) -> Itera
     """Every epoch trained a row of steps once a rank, and those that count are the run's, none left out."""
     if epoch != (1 if resumed_at is None else 2):
         yield f"the last start had epoch {epoch}"
-    for stream, num_ranks in RANKS.items():
+    for stream, num_ranks in NUM_RANKS.items():
         entries = read_lines(run_dir / "logs" / f"ledger-{stream}.jsonl")
         trained = {e: [(x["step"], x["rank"]) for x in entries if x["epoch"] == e] for e in (1, 2)}
         if len(entries) != sum(map(len, trained.values())):

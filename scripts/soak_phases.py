@@ -41,6 +41,16 @@ SMALL = (
     *("--value.updates_per_batch", str(UPDATES_PER_BATCH), "--policy.mini_batches", "4"),
     *("--inference.max_num_seqs", "4"),
 )
+SHARED_VARIABLE = "COUNTERPOINT_SOAK_SHARED"
+"""Set in a soak's environment, its runs are time-shared: one rank a role, so that engine and trainers are as many."""
+IS_SHARED = SHARED_VARIABLE in os.environ
+NUM_RANKS = {"critic": 1 if IS_SHARED else 2, "policy": 1}
+if IS_SHARED:
+    SMALL = (
+        *SMALL,
+        *("--deployment.sharing", "time", "--deployment.num_value_gpus", "none"),
+        *("--orchestrator.max_off_policy_steps", "0"),
+    )
 POLL_S = 0.002
 RUN_ID_MARK = b"COUNTERPOINT_RUN_ID="
 PHASE_DEADLINE_S = 150.0
@@ -67,7 +77,7 @@ VICTIMS = (
     Victim("launcher", "launcher"),
     Victim("orchestrator", "orchestrator", None, "orchestrator", "orchestrator"),
     Victim("critic-rank-0", "value", 0, "critic", "value-0"),
-    Victim("critic-rank-1", "value", 1, "", "value-1"),
+    *([] if IS_SHARED else [Victim("critic-rank-1", "value", 1, "", "value-1")]),
     Victim("critic-agent", "value", None, "", "value"),
     Victim("policy-rank-0", "policy", 0, "policy", "policy-0"),
     Victim("policy-agent", "policy", None, "", "policy"),
