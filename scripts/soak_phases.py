@@ -260,7 +260,7 @@ def is_on(phase: str, run: Run, *, without: str = "") -> bool | None:
             if without:
                 return None
             groups = [ask("policy"), ask("critic")]
-            rested = all(g is not None and g["state"] == "idle" and g["steps_done"] == 0 for g in groups)
+            rested = all(g is not None and g["state"] in ("idle", "asleep") and g["steps_done"] == 0 for g in groups)
             return rested and ask("inference") is not None and ask("orchestrator") is not None
         case "rollout":
             if without == "orchestrator":

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import resource
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from policy_trainer.trainer import PolicyTrainer
-from services.config.system import RuntimeConfig
-from services.runtime.ports import PortReservation
 from services.training.board import StatusBoard
 from services.training.checkpoint import load, save
-from services.training.control import ServerThread, control_app
-from services.training.farewell import Farewell
-from services.training.group import TrainGroup
 from services.training.ranks import Ranks
 from services.training.saver import Saver
-from services.transport.grid_receiver import GridReceiver
 from services.wire.errors import CannotWrite, ConfigError, DamagedCommit
 from tests.processes.cases import case
 from tests.processes.cases.checkpoints import HL_GAUSS, Role, commit, join, role_in, same
 from tests.processes.cases.layouts import write_model
+from tests.processes.cases.served import serve
 from tests.runs import post
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,46 +102,19 @@ def the_route_answers_when_all_ranks_have_written_and_refuses_another_step(ranks
     board = StatusBoard("policy")
     board.progress(steps_done=2)
     saver = Saver(role.part, board, folder, steps_before=3)
-    stop, told = threading.Event(), list[Any]()
+    told = list[Any]()
 
     def ask(url: str) -> None:
-        try:
-            told.append(post(f"{url}/checkpoint", b"{"))
-            told.append(post(f"{url}/checkpoint", {"step": -1}))
-            told.append(post(f"{url}/checkpoint", {"step": 4}))
-            told.append(post(f"{url}/checkpoint", {"step": 5}))
-            (folder / "checkpoints" / ".step_000005.part" / "policy").rename(folder / "kept")
-            (folder / "checkpoints" / ".step_000005.part" / "policy").write_text("a file, where a folder should be")
-            told.append(post(f"{url}/checkpoint", {"step": 5}))
-        finally:
-            stop.set()
+        told.append(post(f"{url}/checkpoint", b"{"))
+        told.append(post(f"{url}/checkpoint", {"step": -1}))
+        told.append(post(f"{url}/checkpoint", {"step": 4}))
+        told.append(post(f"{url}/checkpoint", {"step": 5}))
+        (folder / "checkpoints" / ".step_000005.part" / "policy").rename(folder / "kept")
+        (folder / "checkpoints" / ".step_000005.part" / "policy").write_text("a file, where a folder should be")
+        told.append(post(f"{url}/checkpoint", {"step": 5}))
 
-    with PortReservation(["http", "grid"]) as reserved:
-        url, grid_url = f"http://127.0.0.1:{reserved.ports['http']}", f"tcp://127.0.0.1:{reserved.ports['grid']}"
-    receiver = GridReceiver(
-        grid_url, stream="policy", run_id="run", epoch=1, data_rank=ranks.rank, num_data_ranks=2, first_step=2
-    )
-    group = TrainGroup(
-        role.trainer,
-        ranks,
-        role.part.mesh,
-        receiver,
-        board,
-        runtime=RuntimeConfig(),
-        farewell=Farewell(stop, board, "http://127.0.0.1:1", grace_s=1.0),
-        ledger=folder / "ledger.jsonl",
-        saver=saver,
-    )
-    server = ServerThread(control_app(board, title="policy", saver=saver), url)
-    asker = threading.Thread(target=ask, args=(url,))
+    serve(role, ranks, board, folder, ask, saver=saver)
     if ranks.rank == 0:
-        server.start()
-        asker.start()
-    group.run()
-    receiver.close()
-    if ranks.rank == 0:
-        asker.join()
-        server.stop()
         assert [status for status, _ in told] == [400, 422, 409, 200, 507], told
         assert told[2][1] == {"error": "policy has finished 2 steps: this is not step 4"}
         written = sum(file.stat().st_size for file in (folder / "kept").iterdir())

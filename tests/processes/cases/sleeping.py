@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
-from services.config.system import RuntimeConfig
 from services.model.checksum import tensors_of
-from services.runtime.ports import PortReservation
 from services.training.board import StatusBoard
-from services.training.control import ServerThread, control_app
-from services.training.farewell import Farewell
-from services.training.group import TrainGroup
 from services.training.ranks import Ranks
 from services.training.saver import Saver
 from services.training.sleeper import Sleeper
-from services.transport.grid_receiver import GridReceiver
 from services.wire.errors import ContractError
 from tests.processes.cases import case
 from tests.processes.cases.checkpoints import Role, join, role_in, same, without_time
 from tests.processes.cases.layouts import write_model
+from tests.processes.cases.served import serve
 from tests.runs import get, post
 
 
@@ -88,47 +82,19 @@ def a_group_that_sleeps_says_so_and_its_grids_and_checkpoints_wait(ranks: Ranks,
     """Scenario: asked over HTTP to sleep twice, for a checkpoint, to wake twice, for a checkpoint."""
     write_model(folder, "llama", ranks)
     role = role_in(folder, "policy", join(), ranks)
-    board, stop, told = StatusBoard("policy"), threading.Event(), list[Any]()
-    saver, sleeper = Saver(role.part, board, folder), Sleeper(role.part, board)
+    board, told = StatusBoard("policy"), list[Any]()
 
     def ask(url: str) -> None:
-        try:
-            told.extend(post(f"{url}/sleep", {}) for _ in range(2))
-            told.append((get(f"{url}/status") or {})["state"])
-            told.append(post(f"{url}/checkpoint", {"step": 0}))
-            told.extend(post(f"{url}/wake_up", {}) for _ in range(2))
-            told.append(post(f"{url}/checkpoint", {"step": 0}))
-        finally:
-            stop.set()
+        told.extend(post(f"{url}/sleep", {}) for _ in range(2))
+        told.append((get(f"{url}/status") or {})["state"])
+        told.append(post(f"{url}/checkpoint", {"step": 0}))
+        told.extend(post(f"{url}/wake_up", {}) for _ in range(2))
+        told.append(post(f"{url}/checkpoint", {"step": 0}))
 
-    with PortReservation(["http", "grid"]) as reserved:
-        url, grid_url = f"http://127.0.0.1:{reserved.ports['http']}", f"tcp://127.0.0.1:{reserved.ports['grid']}"
-    receiver = GridReceiver(
-        grid_url, stream="policy", run_id="run", epoch=1, data_rank=ranks.rank, num_data_ranks=2, first_step=0
-    )
-    group = TrainGroup(
-        role.trainer,
-        ranks,
-        role.part.mesh,
-        receiver,
-        board,
-        runtime=RuntimeConfig(),
-        farewell=Farewell(stop, board, "http://127.0.0.1:1", grace_s=1.0),
-        ledger=folder / "ledger.jsonl",
-        saver=saver,
-        sleeper=sleeper,
-    )
     before, num_bytes = role.local(), resident_bytes(role)
-    server = ServerThread(control_app(board, title="policy", saver=saver, sleeper=sleeper), url)
-    asker = threading.Thread(target=ask, args=(url,))
+    saver, sleeper = Saver(role.part, board, folder), Sleeper(role.part, board)
+    serve(role, ranks, board, folder, ask, saver=saver, sleeper=sleeper)
     if ranks.rank == 0:
-        server.start()
-        asker.start()
-    group.run()
-    receiver.close()
-    if ranks.rank == 0:
-        asker.join()
-        server.stop()
         asleep, again, state, refused, awake, still, written = told
         assert asleep[0] == 200 and asleep[1]["state"] == "asleep" and asleep[1]["num_bytes"] == num_bytes
         assert again == (200, again[1]) and again[1]["state"] == "asleep" and again[1]["num_bytes"] == 0

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from services.runtime.commits import Commits
 from services.runtime.records import open_record, recorded_steps
 from services.wire.errors import CannotWrite, ContractError, DamagedCommit
 from tests.runs import read_lines
-from tests.stand_ins import Server, Stage, staged, write_tokenizer
+from tests.stand_ins import Server, Stage, staged
 from tests.unit.orchestrator.test_loop import (
     BATCH_SIZE,
     RUN_DEADLINE_S,
@@ -32,17 +31,6 @@ from tests.unit.orchestrator.test_loop import (
     steps_of,
     until,
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server().running() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def committing(config: Config, interval_steps: int, **checkpoint: Any) -> Config:

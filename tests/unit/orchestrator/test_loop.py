@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,10 @@ from orchestrator.critic_grids import CriticGrids
 from services.config.schema import Config
 from services.wire.errors import DeadlineExceeded
 from services.wire.grids import GridItem
-from tests.stand_ins import Server, Stage, staged, write_tokenizer
+from tests.stand_ins import Server, Stage, staged
 
 RUN_DEADLINE_S = 20.0
 BATCH_SIZE = 2
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server().running() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def config_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,9 @@ from services.config.schema import Config
 from services.wire.errors import AlarmRaised
 from services.wire.grids import GridItem
 from tests.runs import read_lines
-from tests.stand_ins import Server, Stage, staged, write_tokenizer
+from tests.stand_ins import Server, Stage, staged
 
 RUN_DEADLINE_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server().running() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def config_of(**sections: Any) -> Config:

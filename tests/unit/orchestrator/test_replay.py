@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,9 @@ from services.wire.messages import ScoreReply
 from services.wire.rollout_files import encode_file
 from services.wire.rollouts import Group
 from tests.groups import as_data, make_group
-from tests.stand_ins import Server, Stage, staged, write_tokenizer
+from tests.stand_ins import Server, Stage, staged
 from tests.unit.orchestrator.test_checkpointer import committing, groups_of
 from tests.unit.orchestrator.test_loop import config_of, play, steps_of, until
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server().running() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The source of groups by itself

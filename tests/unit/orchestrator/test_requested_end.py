@@ -7,16 +7,15 @@ Notable:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from fastapi import FastAPI, Request, Response
 
 from orchestrator.assemble import Orchestra
 from services.config.schema import Config
-from tests.stand_ins import Engine, Server, Stage, staged, write_tokenizer
+from tests.stand_ins import Engine, Server, Stage, staged
 from tests.unit.orchestrator.test_checkpointer import commits, committing
 from tests.unit.orchestrator.test_loop import config_of, play, steps_of, until
 
@@ -39,17 +38,6 @@ class EngineThatLeaves(Engine):
             return Response(status_code=503) if self.is_gone else await call_next(request)
 
         return app
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server().running() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def evaluating(config: Config) -> Config:

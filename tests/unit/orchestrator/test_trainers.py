@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import aiohttp
 import pytest
@@ -14,12 +13,6 @@ from services.training.control import control_app
 from services.wire.errors import DeadlineExceeded
 from services.wire.messages import ROWS_KEPT
 from tests.stand_ins import Server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server().running() as server:
-        yield server
 
 
 def finish(board: StatusBoard, *steps: int) -> None:

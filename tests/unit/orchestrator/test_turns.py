@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,10 @@ from orchestrator.turns import Role, Turns
 from services.config.schema import Config
 from services.wire.errors import ContractError, DependencyLost
 from tests.runs import read_lines
-from tests.stand_ins import Group, Server, staged, write_tokenizer
+from tests.stand_ins import Group, Server, staged
 from tests.unit.orchestrator.test_checkpointer import commits, committing
 from tests.unit.orchestrator.test_loop import BATCH_SIZE, config_of, play, status_of, steps_of, until
 from tests.unit.orchestrator.test_requested_end import EngineThatLeaves, end, evaluating, resumed
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server().running() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def sharing(kind: str, *, max_off_policy_steps: int = 0, **more: Any) -> Config:
