@@ -24,6 +24,9 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED_VARIABLE = "COUNTERPOINT_SOAK_SHARED"
+"""As in `soak_phases`, which is imported in the processes of cells alone."""
+TIME_SHARED = "With `--time-shared`: policy, critic and engine of every run take turns, one of them awake at a time."
 sys.path.insert(0, str(ROOT))  # the project and its `tests` need not be installed
 
 from soak_book import Book, Row, carry_out, end_on_sigterm  # noqa: E402
@@ -59,6 +62,7 @@ def page(folder: Path) -> str:
     lines = [
         "# What the soak found",
         "",
+        *([TIME_SHARED, ""] if SHARED_VARIABLE in os.environ else []),
         "`make soak` starts whole runs, ends processes of them, and looks at what a user finds then. Cells that failed",
         "are made again by the next soak; until then they stand here as failed.",
         "",
@@ -126,7 +130,7 @@ def main() -> int:
     args.dir = args.dir or ROOT / "runs" / name
     args.out = args.out or ROOT / "benchmarks" / "results" / f"{name.replace('-', '_')}.md"
     if args.time_shared:
-        os.environ["COUNTERPOINT_SOAK_SHARED"] = "1"  # read by the modules of the cells
+        os.environ[SHARED_VARIABLE] = "1"  # read by the modules of the cells
         args.parts = args.parts or ["kills", "signals"]
     if unknown := {*args.parts} - {*PARTS}:
         parser.error(f"no part: {', '.join(sorted(unknown))}")

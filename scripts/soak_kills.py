@@ -124,7 +124,7 @@ def _after_the_kill(run: Run, victim: Victim, phase: str, hit: Hit, result: Kill
 _INTRODUCTION = (
     "## The kill -9 matrix",
     "",
-    "A small run of the demo (SAO, critic on two ranks, 6 steps, a commit every 2), one process ended by SIGKILL",
+    "A small run of the demo (SAO, 6 steps, a commit every 2), one process ended by SIGKILL",
     "in one phase, and the next start: `--resume`, or where no commit existed its refusal (78) and then",
     "`--overwrite`. A cell is `ok` if",
     "",
