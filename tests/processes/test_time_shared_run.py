@@ -20,7 +20,7 @@ import pytest
 from tests.runs import ROOT, Finished, processes_of, read_lines, run_cli, start_cli, wait_until
 
 SAO = str(ROOT / "tests" / "processes" / "configs" / "sao.toml")
-NUM_STEPS = 5
+NUM_STEPS = 6
 SAME_ROLLOUTS = (
     *("--orchestrator.max_off_policy_steps", "0", "--orchestrator.max_steps", str(NUM_STEPS)),
     *("--deployment.num_policy_gpus", "2", "--inference.max_num_seqs", "16"),
@@ -56,11 +56,11 @@ def ends(process: subprocess.Popen[bytes], run_dir: Path, when: Callable[[], boo
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Scenario: a time-shared run is told to end after its third step, and resumed."""
+    """Scenario: a time-shared run is told to end after its second step, and resumed."""
     run_dir = tmp_path_factory.mktemp("shared") / "run"
     log = run_dir.with_suffix(".first.out")
     words = ("run", SAO, "--run.dir", str(run_dir), *SAME_ROLLOUTS, *SHARED, "--runtime.shutdown_grace_s", "40")
-    code = ends(start_cli(*words, log=log), run_dir, lambda: len(rows(run_dir, "turns")) >= 3)
+    code = ends(start_cli(*words, log=log), run_dir, lambda: len(rows(run_dir, "turns")) >= 2)
     assert code == 75, log.read_text()[-3000:]
     assert not processes_of(run_dir)
     return run_cli(run_dir, SAO, *words[4:], "--resume")
