@@ -235,7 +235,10 @@ class Routing:
         """Probe an engine, judge it, help it back, and put the router right about it."""
         if worker.engine.is_asleep:  # it can neither take weights nor give requests back
             return
-        if not worker.bringing.locked():
+        if worker.bringing.locked():  # the update is tried again until its deadline; requests must not wait as long
+            if await self._is_gone(worker):
+                await self._judge(worker, Standing.DEAD, "gone while weights were on their way to it")
+        else:
             num_brought = worker.num_brought
             standing, cause = await self._probe(worker)
             if worker.num_brought == num_brought:
@@ -243,6 +246,16 @@ class Routing:
                 if standing is Standing.STALE:  # the next look finds it good
                     await self._bring(worker, self._update_deadline_s)
         await self._tell_router(worker)
+
+    async def _is_gone(self, worker: Worker) -> bool:
+        """Whether nobody listens at an engine's address."""
+        try:
+            await self._in_time(worker.engine.request("GET", "/health"))
+        except Unavailable as error:
+            return isinstance(error.__cause__, aiohttp.ClientConnectorError)
+        except (CounterpointError, TimeoutError):
+            return False
+        return False
 
     async def _probe(self, worker: Worker) -> tuple[Standing, str]:
         """What an engine says of itself now."""

@@ -186,6 +186,36 @@ async def test_an_engine_that_does_not_take_an_update_is_out_and_the_others_go_o
             await run.routing.update_weights(tmp_path / "v000002", 2, deadline_s=10)
 
 
+async def test_an_engine_that_dies_with_weights_on_their_way_to_it_is_out_at_once(
+    router: RouterProcess, tmp_path: Path
+) -> None:
+    """Scenario: it goes in the middle of an update, which is tried again until its deadline, and comes back in time.
+
+    Result: requests go to the other meanwhile; the update ends well, and the engine is used again.
+    """
+    async with (
+        fake_engines(2) as engines,
+        routed(tmp_path, router, [e.url for e in engines]) as run,
+        kept(run.routing),
+    ):
+        engines[1].answer_s = 3.0
+        update = asyncio.create_task(run.routing.update_weights(tmp_path / "v000001", 1, deadline_s=60))
+        await run.until(lambda: engines[0].version == 1 and run.routing.workers[1].bringing.locked())
+        await engines[1].stop()
+        await run.until(lambda: run.standing(1) == "dead" and not run.routing.workers[1].is_routed)
+        assert not update.done()
+        assert await asyncio.gather(*(run.ask(seed) for seed in range(10))) == [(seed, 1) for seed in range(10)]
+        engines[1].answer_s = 0.0
+        await engines[1].start_anew()
+        await update
+        await run.until(lambda: run.routing.workers[1].is_routed)
+        assert engines[1].loaded == [(str(tmp_path / "v000001"), "1")]
+        assert run.events("engine_left", "engine_joined")[2:] == [
+            ("engine_left", "inference-1"),
+            ("engine_joined", "inference-1"),
+        ]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors, and nobody good
 
