@@ -95,9 +95,7 @@ class Orchestra:
             self._make_producer(tokenizer) if context.replay_of is None else self._recorded(context.replay_of)
         )
         self._turns = self._make_turns()
-        self._recorder = None
-        if config.run.record:
-            self._recorder = Recorder(context.run_dir / "rollouts", **self._identity)
+        self._recorder = Recorder(context.run_dir / "rollouts", **self._identity) if config.run.record else None
         self._telemetry = Telemetry(
             self._metrics,
             self._producer,

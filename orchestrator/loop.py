@@ -16,7 +16,6 @@ Notable:
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from orchestrator.critic_grids import CriticGrids
 from orchestrator.evaluate import Evaluator
 from orchestrator.first_fit import check_first_fit
 from orchestrator.metrics import JsonLines, Metrics, rollout_row, scoring_row, trace_row
-from orchestrator.producer import Group, GroupSource, score_group
+from orchestrator.producer import Group, GroupSource, score_groups
 from orchestrator.publisher import Publisher
 from orchestrator.recorder import Recorder
 from orchestrator.refresh import refresh_advantages
@@ -212,7 +211,7 @@ class Loop:
             return
         self._parts.telemetry.enter("values of the batch")
         deadline_s = self._config.orchestrator.score_deadline_s
-        await asyncio.gather(*(score_group(group, scorer, deadline_s=deadline_s) for group in groups))
+        await score_groups(groups, scorer, deadline_s=deadline_s)
 
     async def _commit(self, step: int) -> None:
         """Commit the run after `step` steps, once both trainers and the engines are where these have led."""

@@ -35,7 +35,7 @@ from services.wire.errors import DeadlineExceeded
 from services.wire.rollouts import Group
 from services.wire.samples import Trace, TrainingSample
 
-__all__ = ["Group", "GroupSource", "Producer", "samples_of", "score_group"]
+__all__ = ["Group", "GroupSource", "Producer", "samples_of", "score_group", "score_groups"]
 
 ENVIRONMENT_THREADS = 16
 
@@ -321,3 +321,8 @@ async def score_group(group: Group, scorer: ScoreClient, *, deadline_s: float) -
         sample.values = np.array(values, dtype=np.float64)
         sample.bootstrap_value = bootstrap
         sample.critic_step = reply.critic_step
+
+
+async def score_groups(groups: list[Group], scorer: ScoreClient, *, deadline_s: float) -> None:
+    """Score groups, one request each and all at once, so that the service packs them together."""
+    await asyncio.gather(*(score_group(group, scorer, deadline_s=deadline_s) for group in groups))

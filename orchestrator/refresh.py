@@ -8,11 +8,10 @@ Notable:
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from orchestrator.algorithms import Algorithm
-from orchestrator.producer import Group, score_group
+from orchestrator.producer import Group, score_groups
 from services.transport.score_client import ScoreClient
 
 
@@ -37,9 +36,8 @@ async def refresh_advantages(
         How long it took, and the mean absolute advantage the policy gets.
     """
     started = time.monotonic()
-    # all at once, so that the service packs them together
     for batch in [[group] for group in groups] if one_at_a_time else [groups]:
-        await asyncio.gather(*(score_group(group, scorer, deadline_s=deadline_s) for group in batch))
+        await score_groups(batch, scorer, deadline_s=deadline_s)
     row = algorithm.credit_policy_again([group.samples for group in groups])
     refreshed = {"time/refresh_s": time.monotonic() - started}
     if "credit/advantage_abs_mean" in row:

@@ -24,6 +24,7 @@ NUM_STEPS = 6
 SAME_ROLLOUTS = (
     *("--orchestrator.max_off_policy_steps", "0", "--orchestrator.max_steps", str(NUM_STEPS)),
     *("--deployment.num_policy_gpus", "2", "--inference.max_num_seqs", "16"),
+    *("--policy.optim.lr", "1e-4"),  # Adam makes steps of last bits: at ten times this they grow until a token differs
 )
 SHARED = (
     *("--deployment.sharing", "time", "--deployment.num_value_gpus", "none", "--deployment.num_inference_gpus", "2"),
