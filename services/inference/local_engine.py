@@ -74,6 +74,7 @@ class LocalEngine:
         self._on_failure = on_failure
         self._device = model.device
         self._kv = KVSlots(max_num_seqs, max_model_len)
+        own_memory(model)
         self._backup = HostBackup(lambda: tensors_of(model))
         self._free = list(range(max_num_seqs))
         self._waiting: deque[EngineRequest] = deque()
@@ -339,7 +340,6 @@ class LocalEngine:
             return 0
         self._pause("abort", True, promise())
         self._kv = KVSlots(self.max_num_seqs, self.max_model_len)
-        own_memory(self.model)
         return self._backup.put_to_sleep()
 
     def _wake_up(self) -> None:
